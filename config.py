@@ -1,0 +1,417 @@
+"""The experiment's settings: one flat dataclass, one place that reads and checks them.
+
+A YAML file under configs/ is a list of flags: it goes through the same parser as the command line, so both get the
+same names, types and errors. Precedence: field default < YAML < command line. Left out: nesting, interpolation,
+inheritance between files.
+
+    python train.py --config configs/demo.yaml --method fgrpo --steps 50
+    python train.py --help
+"""
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import inspect
+import itertools
+import os
+import sys
+from dataclasses import dataclass, field
+
+import yaml
+
+from losses import AGGREGATES, METHODS
+
+
+@dataclass
+class Config:
+    "== Run"
+
+    config: str = ""
+    """YAML file with any of these fields; empty: defaults only. With --resume: the run folder's own config.yaml."""
+    method: str = "fgrpo"
+    """Row of METHODS in losses.py: one of %(methods)s."""
+    steps: int = 100
+    """Optimiser steps (one rollout each, mu updates). A resumed run continues up to this number."""
+    run_dir: str = "runs/default"
+    """Folder for log.jsonl, samples.jsonl, config.yaml and checkpoints/. It must not hold another run."""
+    init: str = ""
+    """Start weights: a run folder (its best checkpoint, or the last), a Hugging Face folder or hub name, or a .gguf
+    file. Empty: a tiny Qwen3 built from scratch, with a tokenizer made from the data."""
+    resume: bool = False
+    """Continue the run in run_dir from its last checkpoint."""
+    seed: int = 0
+    """Seed of weights, data order and samples. Sample (step, prompt, i) does not depend on batch size or ranks."""
+    report: str = "none"
+    """Extra logger beside log.jsonl: none, tensorboard or wandb (install the one you want)."""
+
+    "== Data"
+
+    data: str = "world"
+    """Data set: a row of DATASETS in data.py (python data.py list)."""
+    data_dir: str = ""
+    """Folder with the published files. Empty: $DATA_DIR, else data/."""
+    split: str = "test"
+    """Split that eval.py and data.py show use: train, valid or test."""
+    data_seed: int = 0
+    """Seed of the built-in world, of negatives and of the order of a pool. Not changed by --seed."""
+    max_examples: int = 0
+    """Keep this many examples of each split (a seeded sample); 0: all."""
+    history: int = 10
+    """Items of a user's history in the prompt, most recent last."""
+    pool_size: int = 20
+    """Candidates per example, gold included."""
+    negatives: str = "uniform"
+    """How pool negatives are drawn for recommendation data: uniform or popularity (weighted by training counts)."""
+    show_pool: bool = True
+    """List the pool in the prompt. False: the catalog lives in the weights, and every title is a candidate."""
+    slate_size: int = 10
+    """Items of a slate (n), in prompts and demonstrations."""
+    rank_size: int = 5
+    """Items of a ranking (k), in prompts and demonstrations."""
+    item_form: str = "title"
+    """How an answer names an item: title, or index (#3 = third of the pool)."""
+    rank_form: str = "item"
+    """How a demonstrated ranking names an item: item (as in the slate) or position (1-based, in the slate)."""
+    demo_order: str = "shuffled"
+    """Order of a demonstrated slate: shuffled, gold_first, or chain (built-in world: each item follows the last)."""
+    template: str = "terse"
+    """Prompt wording: terse (models built from scratch) or instruct (pretrained ones)."""
+    tags: list[str] = field(default_factory=lambda: ["<SLATE>", "</SLATE>", "<RANK>", "</RANK>"])
+    """The four delimiters of the two phases, in order."""
+    max_prompt: int = 2048
+    """Longest prompt in tokens; longer ones are left out at load and counted, never cut."""
+    min_rating: float = 0.0
+    """MovieLens: drop ratings below this; 0 keeps all."""
+    world_clusters: int = 12
+    """Built-in world: clusters of items (the catalog has clusters x items titles)."""
+    world_items: int = 10
+    """Built-in world: items of a cluster, in a circle; the next item of a history is the next one of the circle."""
+    world_gold: int = 3
+    """Built-in world: gold items per example, the next ones of the circle, with utilities gold, ..., 2, 1."""
+    world_noise: float = 0.2
+    """Built-in world: chance that a history entry is replaced by a random title. Difficulty: 0 easy, 0.5 hard."""
+    world_slack: int = 3
+    """Built-in world: demonstrated slates start up to this many places beside the right one. 0: perfect teacher."""
+    world_examples: int = 4000
+    """Built-in world: training examples (valid and test get an eighth each)."""
+
+    "== Model"
+
+    tokenizer: str = "word"
+    """Tokenizer of a model built from scratch: word, line (a whole line, so a title, is one token) or byte."""
+    layers: int = 2
+    """Layers of a model built from scratch."""
+    width: int = 96
+    """Hidden width of a model built from scratch; the feed-forward is three times as wide, head size 32."""
+    tie: bool = True
+    """Tie input and output embeddings of a model built from scratch."""
+    dtype: str = "auto"
+    """Compute type of forward passes: float32, bfloat16 (autocast; weights stay fp32), auto: bfloat16 on a GPU."""
+    attention: str = "auto"
+    """attn_implementation: auto (flash_attention_2 where installed on a GPU, else sdpa), sdpa, eager, ..."""
+    checkpointing: bool = False
+    """Gradient checkpointing: less memory in the update, about a third more time."""
+    trust_remote_code: bool = False
+    """Let a hub model run its own code. Off: such a model is refused."""
+
+    "== Rollout"
+
+    group_size: int = 8
+    """Samples per prompt (G)."""
+    temperature: float = 1.0
+    """Sampling temperature; every log-prob is of logits / temperature. Evaluation is greedy (eval_temperature)."""
+    top_p: float = 1.0
+    """Nucleus sampling, for eval.py only: with p < 1 the loss would be of another distribution than the samples."""
+    max_new_tokens: int = 64
+    """Longest completion in tokens, stop token included; also the constant L of the const_len aggregate."""
+    kv_tokens: int = 65536
+    """Key-value budget in tokens per rank: prompts x samples decoded at once hold at most this many."""
+    prefix: str = ""
+    """Text forced at the start of every completion: not trained on, but part of what rewards see."""
+
+    "== Optimiser"
+
+    batch_size: int = 16
+    """Prompts per optimiser step, over all ranks."""
+    micro_tokens: int = 8192
+    """Tokens (rows x padded length) of one forward with gradient, per rank. The result does not depend on it."""
+    mu: int = 1
+    """Optimiser updates per rollout batch."""
+    lr: float = 1e-6
+    """Peak learning rate of AdamW."""
+    schedule: str = "constant"
+    """Learning rate after warmup: constant, linear or cosine (to min_lr at the last step)."""
+    warmup: int = 0
+    """Steps of linear warmup."""
+    min_lr: float = 0.0
+    """Learning rate at the end of linear and cosine schedules."""
+    weight_decay: float = 0.0
+    """AdamW weight decay."""
+    adam_beta2: float = 0.999
+    """AdamW second-moment decay."""
+    grad_clip: float = 1.0
+    """Largest gradient norm; 0: no clipping."""
+
+    "== Method (empty or -1: what the row of METHODS says)"
+
+    ratio: str = ""
+    """Importance ratio: none, token, unit or sequence (the last two are geometric means)."""
+    aggregate: str = ""
+    """How tokens become one number: one of %(aggregates)s."""
+    clip_low: float = -1.0
+    """Lower clip range: the ratio is held above 1 - clip_low."""
+    clip_high: float = -1.0
+    """Upper clip range: the ratio is held below 1 + clip_high."""
+    lam: float = 1.0
+    """Weight lambda of the ranking: of its loss in fgrpo, of its reward in R_joint = R_slate + lambda R_rank."""
+    credit: str = "own"
+    """fgrpo: own (a phase's advantage reaches its tokens only) or causal (plus lambda times that of later phases)."""
+    adv_eps: float = 1e-4
+    """Added to the standard deviation where advantages are divided by it."""
+    ddof: int = 1
+    """Degrees of freedom of that standard deviation: 1 sample, 0 population."""
+    beta: float = 0.0
+    """Weight of the KL term against the frozen start weights; 0: no reference model is loaded."""
+    kl: str = "k3"
+    """KL estimator in the loss: k2 (right gradient on policy), k3, or k1 (zero expected gradient: to show it)."""
+    kl_ratio: bool = False
+    """Multiply the KL estimate by the importance ratio (differentiated too): right gradient off policy."""
+    kl_mask: str = "loss"
+    """Tokens of the KL term: loss (those trained on) or completion (all, delimiters included)."""
+    old_logp: str = "auto"
+    """Old log-probs: sampler (free), recompute (by the training forward), auto: recompute under bfloat16 if mu > 1."""
+
+    "== Reward"
+
+    slate_reward: str = "recall"
+    """R_slate: recall, f1 (precision over distinct items), f1_raw (over the slate's length) or utility."""
+    ndcg_k: int = 5
+    """Cutoff of the NDCG in R_rank."""
+    ndcg_gain: str = "binary"
+    """Gain of the NDCG in R_rank: binary, linear or exp (2^utility - 1)."""
+    ndcg_ideal: str = "gold"
+    """Ideal ranking of R_rank: gold (all gold items) or slate (only those in the slate: independent of coverage)."""
+    format_penalty: float = -1.0
+    """Reward of a malformed completion, in every phase."""
+    format_scope: str = "all"
+    """Tokens that a malformed completion trains: all of them, or none (it still counts in the group's mean)."""
+    strict_rank: bool = False
+    """A ranking with an entry outside the slate, or twice the same, is malformed. False: the entry is skipped."""
+    append_unranked: bool = False
+    """Append slate items that the ranking left out, in slate order, before scoring."""
+
+    "== Evaluation and checkpoints"
+
+    eval_every: int = 0
+    """Steps between evaluations on the valid split; 0: only at the end."""
+    eval_examples: int = 0
+    """Examples of such an evaluation; 0: all."""
+    eval_k: list[int] = field(default_factory=lambda: [1, 3, 5])
+    """Cutoffs of Recall, Precision, Hit and NDCG."""
+    eval_temperature: float = 0.0
+    """Temperature of evaluation; 0: greedy."""
+    best_metric: str = "ndcg@5"
+    """Metric by which the best checkpoint is kept."""
+    baseline: str = ""
+    """eval.py: score random or popularity instead of a model."""
+    against: str = ""
+    """eval.py: another run folder, or its eval_SPLIT.jsonl, to compare with (paired bootstrap)."""
+    save_every: int = 0
+    """Steps between checkpoints; 0: only at the end and when stopped."""
+    keep: int = 2
+    """Checkpoints kept besides the best."""
+    log_samples: int = 2
+    """Decoded rollouts written to samples.jsonl at each step."""
+
+
+CHOICES = {  # fields whose value is one word of a short list; checked before anything is loaded
+    "method": list(METHODS),
+    "report": ["none", "tensorboard", "wandb"],
+    "split": ["train", "valid", "test"],
+    "negatives": ["uniform", "popularity"],
+    "item_form": ["title", "index"],
+    "rank_form": ["item", "position"],
+    "demo_order": ["shuffled", "gold_first", "chain"],
+    "template": ["terse", "instruct"],
+    "tokenizer": ["word", "line", "byte"],
+    "dtype": ["auto", "float32", "bfloat16"],
+    "schedule": ["constant", "linear", "cosine"],
+    "ratio": ["", "none", "token", "unit", "sequence"],
+    "aggregate": ["", *AGGREGATES],
+    "credit": ["own", "causal"],
+    "kl": ["k1", "k2", "k3"],
+    "kl_mask": ["loss", "completion"],
+    "old_logp": ["auto", "sampler", "recompute"],
+    "slate_reward": ["recall", "f1", "f1_raw", "utility"],
+    "ndcg_gain": ["binary", "linear", "exp"],
+    "ndcg_ideal": ["gold", "slate"],
+    "format_scope": ["all", "none"],
+    "baseline": ["", "random", "popularity"],
+}
+AT_LEAST = {  # smallest allowed value
+    **dict.fromkeys("steps history slate_size rank_size max_prompt layers group_size max_new_tokens kv_tokens".split(), 1),
+    **dict.fromkeys("batch_size micro_tokens mu ndcg_k world_gold world_examples keep".split(), 1),
+    **dict.fromkeys("seed data_seed max_examples warmup log_samples eval_every eval_examples save_every ddof".split(), 0),
+    **dict.fromkeys("temperature lr min_lr weight_decay grad_clip beta lam adv_eps world_noise world_slack".split(), 0),
+    **dict.fromkeys("eval_temperature min_rating".split(), 0),
+    **dict.fromkeys("pool_size world_clusters world_items".split(), 2),
+    "width": 32,
+}
+
+
+def fail(message: str):
+    """Leave with exit code 2 and one line on stderr: the way every bad input ends."""
+    print(f"{os.path.basename(sys.argv[0]) or 'error'}: {' '.join(str(message).split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def check(cfg: Config, world_size: int = 1) -> Config:
+    """Refuse impossible settings before anything is loaded; the message names the key and what to do."""
+    row = METHODS.get(cfg.method)
+    for key, allowed in CHOICES.items():
+        if (value := getattr(cfg, key)) not in allowed:
+            near = difflib.get_close_matches(value, allowed, 1, 0)
+            fail(f"--{key} {value!r} is not one of {', '.join(a for a in allowed if a)}; nearest: {near[0]!r}")
+    for key, least in AT_LEAST.items():
+        if not getattr(cfg, key) >= least:  # written so that nan fails too
+            fail(f"--{key} {getattr(cfg, key)} is too small: at least {least}")
+    for f in dataclasses.fields(cfg):
+        if f.type is float and getattr(cfg, f.name) in (float("inf"), float("-inf")):
+            fail(f"--{f.name} must be finite")
+    if not 0 < cfg.top_p <= 1:
+        fail(f"--top_p {cfg.top_p} is outside (0, 1]")
+    if cfg.top_p < 1 and row.source == "sample":
+        fail("--top_p below 1 would train on another distribution than it samples from: use --top_p 1 "
+             "(eval.py may truncate)")  # fmt: skip
+    if row.source == "sample" and row.baseline in ("mean", "loo") and cfg.group_size < 2:
+        fail(f"--group_size {cfg.group_size}: method {cfg.method} compares samples of a prompt, so it needs at least 2")
+    if row.source == "sample" and cfg.temperature == 0:
+        fail("--temperature 0 makes all samples of a prompt equal: nothing to learn from; use 1")
+    if cfg.batch_size % world_size:
+        fail(f"--batch_size {cfg.batch_size} is not divisible by {world_size} ranks: "
+             f"use {max(1, cfg.batch_size // world_size) * world_size}")  # fmt: skip
+    if cfg.credit == "causal" and row.unit == "sequence":
+        fail(f"--credit causal needs a method with phases; {cfg.method} has one unit per sample")
+    if len(cfg.tags) != 4 or len(set(cfg.tags)) != 4 or not all(t.strip() for t in cfg.tags):
+        fail(f"--tags {' '.join(cfg.tags)}: four different strings are needed (slate open, close, rank open, close)")
+    if any(a != b and a in b for a in cfg.tags for b in cfg.tags):
+        fail(f"--tags {' '.join(cfg.tags)}: no tag may contain another")
+    if cfg.rank_size > cfg.slate_size:
+        fail(f"--rank_size {cfg.rank_size} is larger than --slate_size {cfg.slate_size}: a ranking orders the slate")
+    if cfg.show_pool and cfg.slate_size > cfg.pool_size:
+        fail(f"--slate_size {cfg.slate_size} is larger than --pool_size {cfg.pool_size}")
+    if cfg.item_form == "index" and not cfg.show_pool:
+        fail("--item_form index needs a pool in the prompt: use --show_pool true")
+    if cfg.world_gold >= cfg.world_items:
+        fail(f"--world_gold {cfg.world_gold} must be smaller than --world_items {cfg.world_items}")
+    if cfg.world_noise > 1:
+        fail(f"--world_noise {cfg.world_noise} is a probability: at most 1")
+    if cfg.clip_low >= 1 or (cfg.clip_low < 0 and cfg.clip_low != -1) or (cfg.clip_high < 0 and cfg.clip_high != -1):
+        fail(f"--clip_low {cfg.clip_low} --clip_high {cfg.clip_high}: ranges are offsets from 1, and clip_low is below 1")
+    if not cfg.eval_k or min(cfg.eval_k) < 1:
+        fail("--eval_k needs cutoffs of at least 1")
+    names = [f"{m}@{k}" for m in ("recall", "precision", "hit", "ndcg") for k in cfg.eval_k]
+    names += ["mrr", "slate_recall", "slate_precision"]
+    if cfg.best_metric not in names:
+        fail(f"--best_metric {cfg.best_metric!r} is not evaluated; nearest: {difflib.get_close_matches(cfg.best_metric, names, 1, 0)[0]!r}")
+    if cfg.width % 32:
+        fail(f"--width {cfg.width} is not a multiple of the head size 32")
+    return cfg
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with errors on one line and the nearest name for a misspelt one."""
+
+    source = ""  # the YAML file being read, for messages
+
+    def error(self, message):
+        fail(f"{self.source}{message}")
+
+    def unknown(self, key: str):
+        near = difflib.get_close_matches(key.lstrip("-"), [f.name for f in dataclasses.fields(Config)], 1, 0)
+        self.error(f"unknown key {key!r}; the nearest is {near[0]!r} (--help lists all)")
+
+
+def boolean(text: str) -> bool:
+    if text.lower() in ("true", "1", "yes", "on"):
+        return True
+    if text.lower() in ("false", "0", "no", "off"):
+        return False
+    raise ValueError(text)
+
+
+def parser() -> Parser:
+    """The command line of train.py, eval.py and data.py show: a flag per field, grouped, with the field's docstring."""
+    p = Parser(description="Every field of Config; a YAML file may set any of them.", allow_abbrev=False,
+               formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
+    body = ast.parse(inspect.getsource(Config)).body[0].body
+    docs = {a.target.id: " ".join(b.value.value.split()) for a, b in itertools.pairwise(body) if isinstance(a, ast.AnnAssign)}
+    words = {"methods": ", ".join(METHODS), "aggregates": ", ".join(AGGREGATES)}
+    fields, group = {f.name: f for f in dataclasses.fields(Config)}, p
+    for node in body:
+        if isinstance(node, ast.Expr) and node.value.value.startswith("== "):
+            group = p.add_argument_group(node.value.value[3:])
+        elif isinstance(node, ast.AnnAssign):
+            f = fields[node.target.id]
+            text = docs[f.name] % words if "%(" in docs[f.name] else docs[f.name].replace("%", "%%")
+            many = f.type in (list[str], list[int])
+            kind = f.type.__args__[0] if many else boolean if f.type is bool else f.type
+            extra = {"nargs": "+"} if many else {"nargs": "?", "const": True} if f.type is bool else {}
+            default = f.default_factory() if many else f.default
+            group.add_argument(f"--{f.name}", type=kind, default=default, help=text, metavar="", **extra)
+    return p
+
+
+class UniqueKeys(yaml.SafeLoader):
+    """YAML that refuses a key given twice: the second would win in silence."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [k.value for k, _ in node.value]
+        twice = {k for k in keys if keys.count(k) > 1}
+        if twice:
+            raise yaml.YAMLError(f"key {twice.pop()!r} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: str) -> dict:
+    """A flat YAML mapping; anything else ends in one line that names the file."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            loaded = yaml.load(f, UniqueKeys)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        fail(f"cannot read config {path}: {e}")
+    if not isinstance(loaded or {}, dict):
+        fail(f"{path}: expected lines of 'key: value'")
+    return loaded or {}
+
+
+def parse(argv: list[str] | None = None, world_size: int = 1) -> Config:
+    """Command line -> checked Config. Errors: exit code 2 and one line."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    p = parser()
+    first, unknown = p.parse_known_args(argv)
+    if unknown:
+        p.unknown(unknown[0])
+    path = first.config
+    if first.resume and not path:
+        path = os.path.join(first.run_dir, "config.yaml")
+        if not os.path.exists(path):
+            fail(f"--resume: {first.run_dir} holds no run (no config.yaml); give --run_dir of the run to continue")
+    if path:
+        p.source, flags = f"{path}: ", []
+        for key, value in read_yaml(path).items():
+            if key not in Config.__dataclass_fields__:
+                p.unknown(str(key))
+            values = value if isinstance(value, list) else [value]
+            if value is None or any(isinstance(v, (dict, list)) for v in values):
+                p.error(f"key {key!r} needs a plain value, not {value!r}")
+            flags += [f"--{key}={v}" for v in values] if len(values) == 1 else [f"--{key}", *map(str, values)]
+        p.set_defaults(**vars(p.parse_args(flags)))
+        p.source = ""
+    return check(Config(**vars(p.parse_args(argv))), world_size)
+
+
+def dump(cfg: Config) -> str:
+    """The resolved configuration as YAML, in the order of the fields."""
+    return yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,731 @@
+"""Files in their published formats, or a built-in world that needs none -> Example.
+
+One loader per data set; DATASETS at the end is the list. Left out: downloads (a missing file says where to get it),
+streaming, and anything that knows of training.
+
+    python data.py list
+    python data.py show world --split test -n 2
+    python data.py show movielens --data_dir DIR --split test -n 2
+"""
+
+import csv
+import hashlib
+import html
+import itertools
+import json
+import os
+import re
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from config import Config, fail
+
+
+@dataclass
+class Example:
+    """One request.
+
+    id         stable name, unique in its split
+    prompt     what the user says, before the chat template
+    candidates the pool: item names an answer may use, in the order of the prompt
+    gold       item -> utility > 0; the items to find, best first
+    demo       a demonstrated completion for SFT, "" where there is none
+    history    items of the user's past, oldest first (for baselines)
+    """
+
+    id: str
+    prompt: str
+    candidates: list[str]
+    gold: dict[str, float]
+    demo: str = ""
+    history: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Split:
+    """A loaded split: its examples, counts of what was dropped and why, and how often training users took an item."""
+
+    examples: list[Example]
+    dropped: dict[str, int] = field(default_factory=dict)
+    popularity: dict[str, int] = field(default_factory=dict)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Wording: the only place where prompts and demonstrations are made
+
+TEMPLATES = {
+    ("terse", "recommend"): "History:\n{history}\n{pool}",
+    ("terse", "retrieve"): "{question}\n{pool}",
+    ("instruct", "recommend"): (
+        "A user liked these titles, oldest first:\n{history}\n\n{pool}\n"
+        "First choose the {n} titles that the user will most likely want next. Write them between {tags[0]} and "
+        "{tags[1]}, one per line. Then put the best {k} of your choice in order, best first, between {tags[2]} and "
+        "{tags[3]}, one per line. {form} Write nothing else."
+    ),
+    ("instruct", "retrieve"): (
+        "Question: {question}\n\n{pool}\n"
+        "First choose up to {n} passages that are needed to answer the question. Write them between {tags[0]} and "
+        "{tags[1]}, one per line. Then put the best {k} of your choice in order, best first, between {tags[2]} and "
+        "{tags[3]}, one per line. {form} Do not answer the question itself."
+    ),
+}
+
+
+def label(cfg: Config, candidates: list[str], item: str) -> str:
+    """How an answer names an item: its title, or #n, its place in the pool from 1."""
+    return f"#{candidates.index(item) + 1}" if cfg.item_form == "index" else item
+
+
+def write_prompt(cfg: Config, task: str, candidates: list[str], texts: dict[str, str] | None = None, **parts) -> str:
+    """The user's words. texts: item -> passage shown after its title; parts: history (list) or question."""
+    pool = ""
+    if cfg.show_pool:
+        lines = [f"{label(cfg, candidates, c)} {c}" if cfg.item_form == "index" else c for c in candidates]
+        if texts:
+            lines = [f"{line}: {texts[c]}" for line, c in zip(lines, candidates)]
+        pool = "Pool:\n" + "\n".join(lines) + "\n"
+    parts["history"] = "\n".join(parts.get("history", []))
+    form = "Name each by its number, such as #3." if cfg.item_form == "index" else "Copy each title exactly."
+    return TEMPLATES[cfg.template, task].format(
+        pool=pool, n=cfg.slate_size, k=cfg.rank_size, tags=cfg.tags, form=form, **parts
+    )
+
+
+def write_demo(cfg: Config, candidates: list[str], slate: list[str], ranking: list[str]) -> str:
+    """The completion that shows slate and ranking, an entry per line."""
+    a, b, c, d = cfg.tags
+    names = [label(cfg, candidates, i) for i in slate]
+    order = [str(slate.index(i) + 1) if cfg.rank_form == "position" else label(cfg, candidates, i) for i in ranking]
+    return "\n".join([a, *names, b, c, *order, d])
+
+
+def demonstrate(cfg: Config, candidates: list[str], gold: dict[str, float], rng) -> str:
+    """SFT target for a pool: gold plus random pool negatives up to slate_size; ranking gold first (by utility)."""
+    best = sorted(gold, key=gold.get, reverse=True)
+    rest = [c for c in candidates if c not in gold]
+    rng.shuffle(rest)
+    slate = (best + rest)[: cfg.slate_size]
+    if cfg.demo_order == "shuffled":
+        rng.shuffle(slate)
+    ranking = [i for i in best if i in slate] + [i for i in slate if i not in gold]
+    return write_demo(cfg, candidates, slate, ranking[: cfg.rank_size])
+
+
+def stable_hash(text: str) -> int:
+    """A number that depends on the text alone, the same in every process (hash() is salted)."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The built-in world: circles of titles
+
+ADJECTIVES = (
+    "amber ancient autumn bitter blue bright broken burning calm cold crimson curious dark deep distant early "
+    "electric empty endless faded fallen false fast final first foreign forgotten fragile frozen gentle giant glass "
+    "golden green grey happy hidden high hollow holy"
+).split()
+NOUNS = (
+    "anchor arrow autumn bay bell bird blade border bridge castle city cloud coast comet crown dance desert dream "
+    "echo empire engine field fire flower forest garden gate ghost harbor heart hill horizon house island journey "
+    "kingdom lake lantern letter light"
+).split()
+
+
+def world_catalog(cfg: Config) -> list[list[str]]:
+    """Titles of the built-in world, clusters x items; a title says nothing of its place, so it must be learned."""
+    size = cfg.world_clusters * cfg.world_items
+    titles = [f"{a} {n}" for a in ADJECTIVES for n in NOUNS]
+    if size > len(titles):
+        fail(f"--world_clusters x --world_items = {size}: the built-in world has words for {len(titles)} titles")
+    picked = np.random.default_rng([cfg.data_seed, 0]).permutation(len(titles))[:size]
+    return [[titles[i] for i in row] for row in picked.reshape(cfg.world_clusters, cfg.world_items)]
+
+
+def load_world(cfg: Config, split: str) -> Split:
+    """Synthetic next-item recommendation that a tiny model learns in a minute on a CPU.
+
+    A user walks around one cluster's circle of titles; each history entry is replaced by a random title with
+    probability world_noise. Gold: the next world_gold titles, utilities world_gold .. 1. The pool (show_pool) holds
+    gold and random titles; without it the whole catalog is the pool and lives in the weights.
+    Demonstrations come from a careless teacher: a slate runs around the right circle but starts up to world_slack
+    places off, and its ranking starts anywhere in the slate. So SFT teaches form and neighbourhood, and leaves the
+    right start (slate) and the right order (ranking) for reinforcement to find.
+    Examples are told apart by their history: equal ones always fall into the same split.
+    """
+    circles = world_catalog(cfg)
+    catalog = [title for circle in circles for title in circle]
+    seeds = {"train": 1, "valid": 2, "test": 3}
+    rng = np.random.default_rng([cfg.data_seed, seeds[split]])
+    share = {"train": range(0, 8), "valid": range(8, 9), "test": range(9, 10)}[split]
+    wanted = cfg.world_examples if split == "train" else max(1, cfg.world_examples // 8)
+    examples, seen, tries = [], set(), 0
+    while len(examples) < wanted:
+        tries += 1
+        if tries > 200 * wanted + 10_000:
+            fail(f"the built-in world has too few different histories for {wanted} {split} examples: raise --history "
+                 f"or --world_noise, or lower --world_examples (reached {len(examples)})")  # fmt: skip
+        c, start = rng.integers(cfg.world_clusters), rng.integers(cfg.world_items)
+        walk = [circles[c][(start + j) % cfg.world_items] for j in range(cfg.history + cfg.world_items)]
+        noise = rng.random(cfg.history) < cfg.world_noise
+        history = [str(rng.choice(catalog)) if n else title for title, n in zip(walk, noise)]
+        key = "\n".join(history)
+        if stable_hash(key) % 10 not in share or (key in seen and split != "train"):
+            continue
+        seen.add(key)
+        ahead = walk[cfg.history :]  # the circle from the right next title on
+        gold = {title: float(cfg.world_gold - j) for j, title in enumerate(ahead[: cfg.world_gold])}
+        candidates = catalog
+        if cfg.show_pool:
+            others = [t for t in catalog if t not in gold]
+            extra = rng.permutation(len(others))[: max(0, cfg.pool_size - len(gold))]
+            candidates = [*gold, *(others[i] for i in extra)]
+            candidates = [candidates[i] for i in rng.permutation(len(candidates))]
+            demo = demonstrate(cfg, candidates, gold, rng)
+        else:
+            n = min(cfg.slate_size, cfg.world_items)
+            off = int(rng.integers(-cfg.world_slack, cfg.world_slack + 1))
+            slate = [ahead[(off + j) % cfg.world_items] for j in range(n)]
+            if cfg.demo_order == "shuffled":
+                slate = [slate[i] for i in rng.permutation(n)]
+            k = min(cfg.rank_size, n)
+            first = int(rng.integers(0, n - k + 1)) if cfg.world_slack else 0
+            demo = write_demo(cfg, candidates, slate, slate[first : first + k])
+        prompt = write_prompt(cfg, "recommend", candidates, history=history)
+        examples.append(Example(f"{split}-{len(examples)}", prompt, candidates, gold, demo, history))
+    popularity = {}
+    for e in examples if split == "train" else load_world(cfg, "train").examples:
+        for title in e.gold:
+            popularity[title] = popularity.get(title, 0) + 1
+    return Split(examples, {"equal history drawn again": tries - wanted} if split != "train" else {}, popularity)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files: what the real data sets share
+
+
+INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200e\u200f\u2060\ufeff"))  # zero width, direction marks, BOM inside text
+ARTICLES = (
+    "The A An La Le Les L' Un Une Des Il Lo I Gli Uno Una El Los Las De Det Den En Ett Et Het Een "
+    "Der Die Das Dem Ein Eine O Os As Um Uma Da"
+).split()
+ARTICLE_LAST = re.compile(rf"(\s*(?:a\.?k\.?a\.? )?)([^()]+), ({'|'.join(ARTICLES)})(?=\s*(?:[()]|$))")
+
+
+def clean(text: str) -> str:
+    """Text as shown: no invisible characters, every run of white space (no-break space, tab, newline) one space."""
+    return " ".join(text.translate(INVISIBLE).split())
+
+
+def restore_article(title: str) -> str:
+    """'Postman, The (Postino, Il) (1994)' -> 'The Postman (Il Postino) (1994)'; each parenthesis on its own."""
+    if ", " not in title:
+        return title
+    return ARTICLE_LAST.sub(lambda m: m[1] + m[3] + ("" if m[3] == "L'" else " ") + m[2], title)
+
+
+def tell_apart(names: list[str]) -> list[str]:
+    """Equal names -> 'x', 'x (2)', 'x (3)': an item is its name, so no two may share one."""
+    given, seen, out = set(names), set(), []
+    for name in names:
+        if name in seen:
+            name = next(n for k in itertools.count(2) if (n := f"{name} ({k})") not in given and n not in seen)
+        seen.add(name)
+        out.append(name)
+    return out
+
+
+def damaged(cfg: Config, place: str, what: str):
+    """Leave with one line: where, what is wrong, and where the right file comes from."""
+    fail(f"{place}: {what}; the official files: {DATASETS[cfg.data].where}")
+
+
+def find(cfg: Config, folders: list[str], names: list[str]) -> list[str]:
+    """Paths that exist among names in the data folder or in its usual sub-folders; earlier names first, at least one."""
+    root = folder(cfg)
+    paths = [os.path.join(root, sub, name) for name in names for sub in ["", *folders]]
+    if not (found := [p for p in paths if os.path.isfile(p)]):
+        fail(f"--data {cfg.data}: no {' or '.join(names)} in {root}, nor in its sub-folders {', '.join(folders)}. Get it "
+             f"from {DATASETS[cfg.data].where}, put it into {os.path.join(root, folders[0])} or say --data_dir")  # fmt: skip
+    return found
+
+
+def lines(cfg: Config, path: str, encoding: str = "utf-8") -> Iterator[str]:
+    """Decoded lines with their ends, split at \\n only (csv and JSON Lines need both).
+
+    Refuses what only looks like data: nothing, a Git LFS pointer, a saved web page, bytes of another encoding. ISO-8859-1
+    decodes anything, so there a line that is valid UTF-8 (a re-encoded copy) is refused: it would show as garbage.
+    """
+    try:
+        file = open(path, "rb")
+    except OSError as e:
+        damaged(cfg, path, e.strerror)
+    with file:
+        head = file.read(512).lstrip(b"\xef\xbb\xbf").lstrip()
+        file.seek(0)
+        if not head:
+            damaged(cfg, path, "is empty")
+        if head.startswith(b"version https://git-lfs.github.com/spec/v1"):
+            damaged(cfg, path, "is a Git LFS pointer, not the data: run `git lfs pull` there or get the file")
+        if head.lower().startswith((b"<!doctype html", b"<html")):
+            damaged(cfg, path, "is a saved web page, not the data: use the download link itself")
+        for n, raw in enumerate(file, 1):
+            try:
+                line = raw.decode(encoding)
+            except UnicodeDecodeError as e:
+                damaged(cfg, f"{path} line {n}", f"byte {raw[e.start]:#04x} in column {e.start + 1} is not {encoding}")
+            if encoding != "utf-8" and not raw.isascii() and is_utf8(raw):
+                damaged(cfg, f"{path} line {n}", f"is UTF-8, the published file is {encoding}: a re-encoded copy")
+            yield line.removeprefix("\ufeff") if n == 1 else line
+
+
+def is_utf8(raw: bytes) -> bool:
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def table(cfg: Config, path: str, sep: str, columns: dict[str, Callable], header=True, encoding="utf-8") -> Iterator[list]:
+    """Rows of a delimited file, each value through the type of its column. Quotes are only special where sep is ','."""
+    text = lines(cfg, path, encoding)
+    rows = csv.reader(text, strict=True) if sep == "," else (line.rstrip("\r\n").split(sep) for line in text)
+    kinds, n = list(columns.values()), 0
+    try:
+        for n, row in enumerate(rows, 1):
+            if not any(row):
+                continue  # some copies end in a blank line
+            if len(row) != len(kinds):
+                damaged(cfg, f"{path} line {n}", f"{len(row)} columns instead of {len(kinds)} ({', '.join(columns)}): "
+                        "the file is cut short or another one")  # fmt: skip
+            if n == 1 and header:
+                if row != list(columns):
+                    damaged(cfg, f"{path} line 1", f"the header is {sep.join(row)!r}, expected {sep.join(columns)!r}")
+                continue
+            yield [kind(value) for kind, value in zip(kinds, row)]
+    except ValueError:
+        damaged(cfg, f"{path} line {n}", f"not a number where one belongs: {sep.join(row)!r} ({', '.join(columns)})")
+    except csv.Error as e:
+        damaged(cfg, f"{path} line {n + 1}", f"{e}: the file is cut short or damaged")
+
+
+def records(cfg: Config, path: str) -> Iterator[dict]:
+    """Records of a JSON array or of JSON Lines, told apart by the first character: suffixes do not tell."""
+    text = lines(cfg, path)
+    first = next((line for line in text if line.strip()), "")
+    if first.lstrip().startswith("["):
+        yield from parse_json(cfg, path, "".join([first, *text]))
+        return
+    for n, line in enumerate(itertools.chain([first], text), 1):
+        if line.strip():
+            yield parse_json(cfg, f"{path} record {n}", line)
+
+
+def parse_json(cfg: Config, place: str, text: str):
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as e:
+        early = "Unterminated" in e.msg or not text[e.pos :].strip()
+        damaged(cfg, f"{place} character {e.pos + 1}", "the JSON ends early: the file is cut short" if early else
+                f"not JSON ({e.msg}): neither one array nor an object per line")  # fmt: skip
+
+
+def sample(cfg: Config, records, dropped: dict[str, int]):
+    """At most max_examples of the records (any sequence), by a seeded draw that keeps their order."""
+    if not cfg.max_examples or len(records) <= cfg.max_examples:
+        return records
+    keep = np.random.default_rng([cfg.data_seed, 9]).permutation(len(records))[: cfg.max_examples]
+    dropped["beyond --max_examples"] = len(records) - cfg.max_examples
+    return [records[i] for i in sorted(keep)]
+
+
+def example_rng(cfg: Config, id: str) -> np.random.Generator:
+    """The draws of one example depend on data_seed and its id alone, not on the examples around it."""
+    return np.random.default_rng([cfg.data_seed, stable_hash(id)])
+
+
+def draw_outside(rng, weight_sum: np.ndarray, taken: set[int], k: int) -> list[int]:
+    """k different indices outside taken, each draw in proportion to its weight; weight_sum: cumulated weights (n,).
+
+    Draws that hit are thrown away and repeated: costs nothing per item of the catalog. The caller makes sure that k
+    indices of positive weight exist.
+    """
+    found: dict[int, None] = {}
+    while len(found) < k:
+        draws = np.searchsorted(weight_sum, rng.random(2 * k) * weight_sum[-1], side="right")
+        found.update((i, None) for i in draws.tolist() if i not in taken)
+    return list(found)[:k]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Next item: MovieLens, LastFM
+
+
+def spans(users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each row of sorted users (rows,): the first row of its user, and how many the user has."""
+    _, first, who, count = np.unique(users, return_index=True, return_inverse=True, return_counts=True)
+    return first[who], count[who]
+
+
+def next_item(cfg: Config, split: str, users, items, times, names: list[str], dropped: Counter) -> Split:
+    """Interactions -> next-item examples. users, items, times: (rows,) integers in file order; names: item -> name.
+
+    A user's sequence is ordered by time, equal times by file order, each item at its first place. Leave-last-out: the
+    last item is the test target, the one before the valid target, and every earlier one with something before it a
+    train target. Users with fewer than 3 items are left out. The prompt has the last cfg.history items before the target.
+    Pool: the target and negatives that the user has nowhere in the sequence, out of all items of the data, uniform or
+    in proportion to their count in the training part (a pool is smaller where these run out). Without show_pool the
+    candidates of all examples are one shared list, and the pool only serves the demonstration.
+    Everything is arrays until max_examples has chosen: tens of millions of rows fit in a few GB.
+    """
+    users, items, times = (np.asarray(a, np.int64) for a in (users, items, times))
+    order = np.lexsort((times, users))  # stable
+    users, items = users[order], items[order]
+    kept = np.sort(np.unique(users * len(names) + items, return_index=True)[1])
+    dropped["item the user already had"] += len(users) - len(kept)
+    users, items = users[kept], items[kept]
+    _, length = spans(users)
+    dropped["user with fewer than 3 items"] += len(np.unique(users[length < 3]))
+    users, items = users[length >= 3], items[length >= 3]
+    start, length = spans(users)
+    place = np.arange(len(users)) - start
+    left = length - place  # 1: the user's last item
+    rows = np.flatnonzero({"train": (left > 2) & (place > 0), "valid": left == 2, "test": left == 1}[split])
+
+    count = np.bincount(items[left > 2], minlength=len(names))
+    weight = count if cfg.negatives == "popularity" else np.bincount(items, minlength=len(names)) > 0
+    weight_sum, drawable = np.cumsum(weight), np.count_nonzero(weight)
+    catalog = [names[i] for i in np.unique(items)]
+    examples, user = [], None
+    for row in sample(cfg, rows, dropped):
+        if users[row] != user:
+            user, begin = users[row], start[row]
+            taken = set(items[begin : begin + length[row]].tolist())
+            free = drawable - np.count_nonzero(weight[list(taken)])
+        id = f"{user}/{place[row] + 1}"
+        rng = example_rng(cfg, id)
+        *history, target = [names[i] for i in items[max(begin, row - cfg.history) : row + 1].tolist()]
+        pool = [target, *(names[i] for i in draw_outside(rng, weight_sum, taken, min(cfg.pool_size - 1, free)))]
+        rng.shuffle(pool)
+        gold = {target: 1.0}
+        demo = demonstrate(cfg, pool, gold, rng)
+        prompt = write_prompt(cfg, "recommend", pool, history=history)
+        examples.append(Example(id, prompt, pool if cfg.show_pool else catalog, gold, demo, history))
+    return Split(examples, +dropped, {names[i]: int(count[i]) for i in np.flatnonzero(count)})
+
+
+def stars(text: str) -> float:
+    if not 0 <= (rating := float(text)) <= 5:  # written so that nan fails too
+        raise ValueError(text)
+    return rating
+
+
+RATING = {"userId": int, "movieId": int, "rating": stars, "timestamp": int}
+MOVIE = {"movieId": int, "title": str, "genres": str}
+U_ITEM = {"movie id": int, "movie title": str, **{f"field {i}": str for i in range(2, 24)}}  # dates, URL, 19 genres
+MOVIELENS = {  # ratings file -> separator; titles file, its separator, columns and encoding; do they have a header?
+    "ratings.csv": (",", "movies.csv", ",", MOVIE, "utf-8", True),
+    "u.data": ("\t", "u.item", "|", U_ITEM, "iso-8859-1", False),
+    "ratings.dat": ("::", "movies.dat", "::", MOVIE, "iso-8859-1", False),
+}
+
+
+def load_movielens(cfg: Config, split: str) -> Split:
+    """MovieLens latest-small, 20M, 25M, 32M (csv), 100K (u.data) and 1M (::), told apart by their file names.
+
+    Items are titles with the article in front. Dropped: ratings below min_rating, and of movies without a title.
+    """
+    paths = find(cfg, "ml-latest-small ml-latest ml-100k ml-1m ml-20m ml-25m ml-32m".split(), list(MOVIELENS))
+    if len(paths) > 1:
+        fail(f"several MovieLens sets: {', '.join(paths)}; name the folder of one with --data_dir")
+    place, name = os.path.split(paths[0])
+    sep, movies, movies_sep, columns, encoding, header = MOVIELENS[name]
+    titles, number = [], {}
+    for movie, title, *_ in table(cfg, os.path.join(place, movies), movies_sep, columns, header, encoding):
+        if title := restore_article(clean(title)):
+            number[movie] = len(titles)
+            titles.append(title)
+    users, items, times, dropped = array("q"), array("q"), array("q"), Counter()
+    for user, movie, rating, time in table(cfg, paths[0], sep, RATING, header):
+        if movie not in number:
+            dropped[f"rating of a movie without a title in {movies}"] += 1
+        elif rating < cfg.min_rating:
+            dropped["rating below --min_rating"] += 1
+        else:
+            users.append(user)
+            items.append(number[movie])
+            times.append(time)
+    return next_item(cfg, split, users, items, times, tell_apart(titles), dropped)
+
+
+ARTIST = {"id": int, "name": str, "url": str, "pictureURL": str}
+TAGGED = {"userID": int, "artistID": int, "tagID": int, "day": int, "month": int, "year": int}
+TAGGED_STAMPS = {"userID": int, "artistID": int, "tagID": int, "timestamp": int}  # milliseconds since 1970
+
+
+def load_lastfm(cfg: Config, split: str) -> Split:
+    """HetRec 2011 Last.fm 2K: artists in the order in which a user first tagged them (listening counts have no time).
+
+    With user_taggedartists-timestamps.dat times are milliseconds; without it they are dates, nearly all the first of a
+    month, so most order comes from the tie-break, and the published rows of a user are sorted by artist id.
+    Dropped: tags of artists that artists.dat has no name for, tags dated before Last.fm began (2002), repeated artists.
+    """
+    files = ["user_taggedartists-timestamps.dat", "user_taggedartists.dat"]
+    path = find(cfg, ["lastfm-2k", "hetrec2011-lastfm-2k"], files)[0]
+    number, names = {}, []
+    for artist, name, *_ in table(cfg, os.path.join(os.path.dirname(path), "artists.dat"), "\t", ARTIST):
+        if name := clean(name):
+            number[artist] = len(names)
+            names.append(name)
+    stamped = path.endswith(files[0])
+    users, items, times, dropped = array("q"), array("q"), array("q"), Counter()
+    for user, artist, _, *when in table(cfg, path, "\t", TAGGED_STAMPS if stamped else TAGGED):
+        if stamped:
+            time, early = when[0], when[0] < 1_009_843_200_000  # 2002-01-01
+        else:
+            time, early = (when[2] * 12 + when[1]) * 31 + when[0], when[2] < 2002  # only the order counts
+        if artist not in number:
+            dropped["tag of an artist without a name in artists.dat"] += 1
+        elif early:
+            dropped["tag dated before 2002"] += 1
+        else:
+            users.append(user)
+            items.append(number[artist])
+            times.append(time)
+    return next_item(cfg, split, users, items, times, tell_apart(names), dropped)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Passages that answer a question: HotpotQA, MuSiQue
+
+
+@dataclass
+class Question:
+    """A QA record. passages: (title, text) as shown; gold: places of those that support the answer; absent: how many
+    supporting titles no passage has."""
+
+    id: str
+    text: str
+    passages: list[tuple[str, str]]
+    gold: list[int]
+    absent: int = 0
+
+
+def retrieve(cfg: Config, split: str, parse: Callable[[dict], Question], folders, train, dev) -> Split:
+    """QA records -> retrieval examples; train and dev: file names, the first found is read.
+
+    The published test sets have no labels, so valid and test are the two halves of the dev file, by a hash of the id.
+    Pool: the question's own passages; if fewer than pool_size, filled with passages of other questions of the split
+    (titles that the question has not); if more, cut at random without losing gold. Then shuffled, equal titles told
+    apart. Dropped: questions none of whose passages is gold.
+    """
+    if not cfg.show_pool:
+        fail(f"--data {cfg.data} has its passages in the prompt: use --show_pool true")
+    path = find(cfg, folders, train if split == "train" else dev)[0]
+    questions, dropped = [], Counter()
+    for n, record in enumerate(records(cfg, path), 1):
+        try:
+            q = parse(record)
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            damaged(cfg, f"{path} record {n}", f"no {cfg.data} record: {type(e).__name__} {e}")
+        if split != "train" and (stable_hash(q.id) % 2 == 1) != (split == "test"):
+            continue
+        dropped["supporting title without a passage"] += q.absent
+        dropped["question without a supporting passage"] += not q.gold
+        if q.gold:
+            questions.append(q)
+    for q, id in zip(questions, tell_apart([q.id for q in questions])):
+        q.id = id
+    bank = list(dict(p for q in questions for p in q.passages).items())  # one passage per title
+    number = {title: i for i, (title, _) in enumerate(bank)}
+    even = np.arange(1, len(bank) + 1)
+    examples = []
+    for q in sample(cfg, questions, dropped):
+        rng = example_rng(cfg, q.id)
+        others = [p for i, p in enumerate(q.passages) if i not in q.gold]
+        room = max(0, cfg.pool_size - len(q.gold))
+        if len(others) > room:
+            others = [others[i] for i in rng.permutation(len(others))[:room]]
+        taken = {number[title] for title, _ in q.passages}
+        fill = min(room - len(others), len(bank) - len(taken))
+        pool = [q.passages[i] for i in q.gold] + others + [bank[i] for i in draw_outside(rng, even, taken, fill)]
+        shuffled = rng.permutation(len(pool))
+        names = tell_apart([pool[i][0] for i in shuffled])
+        texts = {name: pool[i][1] for name, i in zip(names, shuffled)}
+        gold = {name: 1.0 for name, i in zip(names, shuffled) if i < len(q.gold)}
+        prompt = write_prompt(cfg, "retrieve", names, texts, question=q.text)
+        examples.append(Example(q.id, prompt, names, gold, demonstrate(cfg, names, gold, rng)))
+    return Split(examples, +dropped)
+
+
+def shown(text: str) -> str:
+    return clean(html.unescape(text))
+
+
+def parse_hotpotqa(record: dict) -> Question:
+    """Official record or hub columns. Supporting titles match undecoded, texts show decoded (&amp; -> &).
+
+    Whole passages are retrieved, so the sentence indices, of which some are out of range, play no part.
+    """
+    context, facts = record["context"], record["supporting_facts"]
+    if isinstance(context, dict):
+        context, facts = zip(context["title"], context["sentences"]), zip(facts["title"], facts["sent_id"])
+    context = list(context)
+    wanted = {title for title, _ in facts}
+    titles = [title for title, _ in context]
+    passages = [(shown(title) or "untitled", shown("".join(sentences))) for title, sentences in context]
+    question = shown(record["question"])
+    id = record.get("_id") or record.get("id") or f"{stable_hash(question):016x}"  # some hub copies have lost the id
+    gold = [i for i, title in enumerate(titles) if title in wanted]
+    return Question(str(id), question, passages, gold, len(wanted.difference(titles)))
+
+
+def parse_musique(record: dict) -> Question:
+    """Paragraphs go by idx: titles repeat within a record."""
+    paragraphs = sorted(record["paragraphs"], key=lambda p: p["idx"])
+    passages = [(clean(p["title"]) or "untitled", clean(p["paragraph_text"])) for p in paragraphs]
+    gold = [i for i, p in enumerate(paragraphs) if p["is_supporting"]]
+    return Question(str(record["id"]), clean(record["question"]), passages, gold)
+
+
+def load_hotpotqa(cfg: Config, split: str) -> Split:
+    """HotpotQA, distractor setting: official JSON or hub columns, array or lines; 2 gold of mostly 10 passages."""
+    train = ["hotpot_train_v1.1.json", "hotpot_train_sample.json", "train.json"]
+    dev = ["hotpot_dev_distractor_v1.json", "hotpot_dev_distractor_v1.sample.json", "validation.json",
+           "validation_first100.json"]  # fmt: skip
+    return retrieve(cfg, split, parse_hotpotqa, ["hotpotqa"], train, dev)
+
+
+def load_musique(cfg: Config, split: str) -> Split:
+    """MuSiQue-Ans: 2 to 4 gold of 20 passages."""
+    train = ["musique_ans_v1.0_train.jsonl", "musique_train_sample.json"]
+    dev = ["musique_ans_v1.0_dev.jsonl", "musique_ans_sample.jsonl"]
+    return retrieve(cfg, split, parse_musique, ["musique", "musique/data", "data"], train, dev)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The list
+
+
+@dataclass
+class Dataset:
+    """load(cfg, split) -> Split; what: one line; where: the official source; task: its TEMPLATES."""
+
+    load: Callable[[Config, str], Split]
+    what: str
+    where: str = "built in, needs no file"
+
+
+DATASETS = {
+    "world": Dataset(load_world, "synthetic next-item recommendation, difficulty is a setting"),
+    "movielens": Dataset(
+        load_movielens,
+        "next movie of a user: MovieLens latest-small, 100K, 1M, 20M, 25M or 32M",
+        "https://grouplens.org/datasets/movielens/",
+    ),
+    "lastfm": Dataset(
+        load_lastfm,
+        "next artist that a user tags: HetRec 2011 Last.fm 2K",
+        "https://files.grouplens.org/datasets/hetrec2011/hetrec2011-lastfm-2k.zip",
+    ),
+    "hotpotqa": Dataset(
+        load_hotpotqa,
+        "passages needed to answer a question: HotpotQA distractor setting, 2 gold",
+        "http://curtis.ml.cmu.edu/datasets/hotpot/ (hotpot_train_v1.1.json, hotpot_dev_distractor_v1.json)",
+    ),
+    "musique": Dataset(
+        load_musique,
+        "passages needed to answer a multi-hop question: MuSiQue-Ans, 2 to 4 gold",
+        "https://github.com/StonyBrookNLP/musique (musique_ans_v1.0_train.jsonl, musique_ans_v1.0_dev.jsonl)",
+    ),
+}
+
+
+def folder(cfg: Config) -> str:
+    """Where published files are looked for: --data_dir, else $DATA_DIR, else data/."""
+    return cfg.data_dir or os.environ.get("DATA_DIR") or "data"
+
+
+def load(cfg: Config, split: str | None = None) -> Split:
+    """One split of cfg.data, cut to max_examples by a seeded draw that keeps the order."""
+    if cfg.data not in DATASETS:
+        fail(f"--data {cfg.data!r} is not one of {', '.join(DATASETS)}")
+    split = split or cfg.split
+    loaded = DATASETS[cfg.data].load(cfg, split)
+    loaded.examples = sample(cfg, loaded.examples, loaded.dropped)
+    if not loaded.examples:
+        fail(f"--data {cfg.data}: no usable example in split {split!r}; dropped: {loaded.dropped or 'nothing'}")
+    return loaded
+
+
+def encode(tokenizer, prompt: str) -> list[int]:
+    """Prompt -> ids, through the chat template where the tokenizer has one; at most one BOS (F15)."""
+    if tokenizer.chat_template:
+        turn = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
+
+
+def fit(split: Split, tokenizer, cfg: Config) -> tuple[list[Example], list[list[int]]]:
+    """Examples and their prompt ids; prompts over max_prompt are left out and counted in split.dropped, never cut (F16)."""
+    pairs = [(e, encode(tokenizer, e.prompt)) for e in split.examples]
+    kept = [(e, ids) for e, ids in pairs if len(ids) <= cfg.max_prompt]
+    if len(kept) < len(pairs):
+        split.dropped["prompt longer than --max_prompt"] = len(pairs) - len(kept)
+    if not kept:
+        fail(f"--max_prompt {cfg.max_prompt}: every prompt is longer (the shortest has {min(len(i) for _, i in pairs)} tokens)")
+    return [e for e, _ in kept], [ids for _, ids in kept]
+
+
+def order(n: int, seed: int, step: int, batch_size: int) -> list[int]:
+    """Indices of the examples of one step: epochs are permutations, a pure function of (seed, step) (F48)."""
+    at = range(step * batch_size, (step + 1) * batch_size)
+    perms = {e: np.random.default_rng([seed, 7, e]).permutation(n) for e in {i // n for i in at}}
+    return [int(perms[i // n][i % n]) for i in at]
+
+
+def main(argv: list[str]) -> None:
+    from config import parse
+
+    usage = "python data.py list | show NAME [--data_dir DIR] [--split test] [-n 2] [--init MODEL] [--any_field value]"
+    if argv[:1] == ["list"]:
+        for name, d in DATASETS.items():
+            print(f"{name:12} {d.what}\n{'':12} {d.where}")
+        return
+    if len(argv) < 2 or argv[0] != "show":
+        fail(f"usage: {usage}")
+    n, rest = 2, argv[2:]
+    if "-n" in rest:
+        at = rest.index("-n")
+        if not rest[at + 1 : at + 2] or not rest[at + 1].isdigit():
+            fail("-n needs a whole number")
+        n, rest = int(rest[at + 1]), rest[:at] + rest[at + 2 :]
+    cfg = parse([*rest, "--data", argv[1]])
+    split = load(cfg)
+    from model import load_tokenizer
+
+    tokenizer = load_tokenizer(cfg, split.examples)
+    examples, prompts = fit(split, tokenizer, cfg)
+    lengths = [len(p) for p in prompts]
+    print(f"{cfg.data} {cfg.split}: {len(examples)} examples; prompt tokens {min(lengths)}..{max(lengths)}")
+    for why, count in split.dropped.items():
+        print(f"  left out {count}: {why}")
+    for e, ids in list(zip(examples, prompts))[:n]:
+        print(f"\n--- {e.id}, prompt of {len(ids)} tokens\n{e.prompt}")
+        print("tokens:", " ".join(repr(tokenizer.decode([i])) for i in ids[:60]), "..." if len(ids) > 60 else "")
+        pool = e.candidates if len(e.candidates) <= 30 else [*e.candidates[:30], f"... {len(e.candidates)} in all"]
+        print("pool:", " | ".join(pool))
+        print("gold:", ", ".join(f"{item} ({utility:g})" for item, utility in e.gold.items()))
+        if e.demo:
+            print(f"demonstration:\n{e.demo}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,264 @@
+"""Load, build, save and shard a causal LM, and the log-probs of completions.
+
+completion_logp here is the plain reference: every row is [left padding | prompt | completion], one forward. It takes the
+prompts once and a group index per row, so a packed forward that sees each prompt once can take its place unseen.
+Left out: LoRA, quantised training, tensor parallelism.
+"""
+
+import contextlib
+import math
+import os
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+
+from config import Config, fail
+
+SPECIAL = ["<pad>", "<eos>", "<unk>"]  # of tokenizers built here
+PIECES = {"word": r"\S+\s?|\s", "line": r"[^\n]+\n?|\n"}  # white space stays with the word before it
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizers
+
+
+def build_tokenizer(kind: str, texts):
+    """A Hugging Face tokenizer made from texts: word, line (a title is one token) or byte. Ids join to the exact text."""
+    from transformers import PreTrainedTokenizerFast
+
+    if kind == "byte":
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        vocab = {t: i for i, t in enumerate(SPECIAL + alphabet)}
+        raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        raw.decoder = decoders.ByteLevel()
+    else:
+        split = pre_tokenizers.Split(Regex(PIECES[kind]), "isolated")
+        words = {piece for text in texts for piece, _ in split.pre_tokenize_str(text)}
+        vocab = {t: i for i, t in enumerate(SPECIAL + sorted(words))}
+        raw = Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
+        raw.pre_tokenizer, raw.decoder = split, decoders.Fuse()
+    raw.add_special_tokens(SPECIAL)
+    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+                                   clean_up_tokenization_spaces=False)  # fmt: skip
+
+
+def checkpoint_of(path: str) -> str:
+    """A run folder -> its best checkpoint, or the last; anything else unchanged."""
+    folder = os.path.join(path, "checkpoints")
+    if not os.path.isdir(folder):
+        return path
+    names = sorted(os.listdir(folder))
+    steps = [n for n in names if n.startswith("step-") and n[5:].isdigit()]
+    if not steps and "best" not in names:
+        fail(f"--init {path}: the run has no checkpoint yet")
+    return os.path.join(folder, "best" if "best" in names else steps[-1])
+
+
+def load_tokenizer(cfg: Config, examples=()):
+    """The tokenizer of --init, or one built from the examples (their prompts, demonstrations and candidates)."""
+    if not cfg.init:
+        titles = {c for pool in {id(e.candidates): e.candidates for e in examples}.values() for c in pool}
+        texts = {t for e in examples for t in (e.prompt, e.demo)} | {f"{t}\n" for t in titles}
+        return build_tokenizer(cfg.tokenizer, texts)
+    from transformers import AutoTokenizer
+
+    return from_hub(AutoTokenizer, cfg)
+
+
+def from_hub(auto, cfg: Config, **kwargs):
+    """auto.from_pretrained of --init; every failure ends in one line."""
+    path = checkpoint_of(cfg.init)
+    if path.endswith(".gguf"):  # needs the packages gguf and accelerate
+        path, kwargs["gguf_file"] = os.path.split(path)
+    try:
+        return auto.from_pretrained(path or ".", trust_remote_code=cfg.trust_remote_code, **kwargs)
+    except Exception as e:
+        reason = next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)
+        fail(f"--init {cfg.init}: cannot load it as a run folder, a Hugging Face folder, a hub name or .gguf: {reason}")
+
+
+def stop_ids(model, tokenizer) -> list[int]:
+    """Every id that ends a completion: the tokenizer's and the model's, which may be a list (F12)."""
+    ids = {tokenizer.eos_token_id}
+    for source in (getattr(model, "generation_config", None), model.config):
+        eos = getattr(source, "eos_token_id", None)
+        ids |= set(eos if isinstance(eos, list | tuple) else [eos])
+    return sorted(i for i in ids if i is not None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+
+
+def no_dropout(model: nn.Module) -> nn.Module:
+    """Set every dropout to 0: rollout, old and new log-probs must come from one function (F39)."""
+    for config in {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values():
+        for key, value in list(vars(config).items()):
+            if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float):
+                setattr(config, key, 0.0)
+    for m in model.modules():
+        if isinstance(m, nn.Dropout):
+            m.p = 0.0
+        for key in ("attention_dropout", "dropout"):  # read by attention functions at call time
+            if isinstance(getattr(m, key, None), float):
+                setattr(m, key, 0.0)
+    return model
+
+
+def attention_of(cfg: Config, device: torch.device) -> str:
+    from transformers.utils import is_flash_attn_2_available
+
+    if cfg.attention != "auto":
+        return cfg.attention
+    return "flash_attention_2" if device.type == "cuda" and is_flash_attn_2_available() else "sdpa"
+
+
+def compute_dtype(cfg: Config, device: torch.device) -> torch.dtype:
+    name = ("bfloat16" if device.type == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
+    return getattr(torch, name)
+
+
+def build(cfg: Config, tokenizer) -> nn.Module:
+    """A tiny random Qwen3 for the tokenizer; heads of size 32; seeded by cfg.seed."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    heads = cfg.width // 32
+    torch.manual_seed(cfg.seed)
+    return AutoModelForCausalLM.from_config(Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=cfg.width, intermediate_size=3 * cfg.width,
+        num_hidden_layers=cfg.layers, num_attention_heads=heads, num_key_value_heads=heads, head_dim=32,
+        max_position_embeddings=cfg.max_prompt + cfg.max_new_tokens, tie_word_embeddings=cfg.tie,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    ))  # fmt: skip
+
+
+def load(cfg: Config, tokenizer, device: torch.device) -> nn.Module:
+    """The model of --init, or a tiny one: fp32 master weights, no dropout, on the device."""
+    from transformers import AutoModelForCausalLM
+
+    if cfg.init:
+        model = from_hub(AutoModelForCausalLM, cfg, dtype=torch.float32)
+    else:
+        model = build(cfg, tokenizer)
+    model.set_attn_implementation(attention_of(cfg, device))
+    longest = getattr(model.config, "max_position_embeddings", math.inf)
+    if cfg.max_prompt + cfg.max_new_tokens > longest:
+        fail(f"--max_prompt {cfg.max_prompt} + --max_new_tokens {cfg.max_new_tokens} exceed the model's {longest} positions")
+    if cfg.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return no_dropout(model).to(device)
+
+
+def save(model: nn.Module, tokenizer, folder: str, state: dict[str, Tensor] | None = None) -> None:
+    """A Hugging Face folder (safetensors). state: full weights where the model holds only shards."""
+    model.save_pretrained(folder, state_dict=state)
+    tokenizer.save_pretrained(folder)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Log-probs
+
+
+def autocast(model: nn.Module, dtype: torch.dtype):
+    """bf16 compute on fp32 weights; nothing for float32."""
+    device = next(model.parameters()).device.type
+    return torch.autocast(device, dtype, enabled=dtype != torch.float32)
+
+
+def token_logp(logits: Tensor, tokens: Tensor, temperature: float, entropy=False) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of tokens (...,) under softmax(logits (...,V) / temperature), in fp32 or better, and its entropy (nats).
+
+    logits[..., t, :] predict tokens[..., t]; no further shift. Half-precision log_softmax is off by up to 0.07 nats at
+    150k words (F07). Entropy carries no gradient. Temperature 0 (greedy) reads as 1.
+    """
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / (temperature or 1.0)  # a copy: logits stay as they are
+    all_logp = z.log_softmax(-1)
+    logp = all_logp.gather(-1, tokens[..., None]).squeeze(-1)
+    if not entropy:
+        return logp, None
+    with torch.no_grad():
+        terms = all_logp.exp() * all_logp
+        return logp, -terms.masked_fill_(all_logp == -torch.inf, 0).sum(-1)
+
+
+def left_pad(prompts: list[list[int]], device) -> tuple[Tensor, Tensor]:
+    """Prompts -> ids (N,P) padded on the left, and the mask of real tokens (N,P)."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    return ids, mask
+
+
+def positions(mask: Tensor) -> Tensor:
+    """Position of every token from its attention mask; padding gets 0 (F13)."""
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def completion_logp(
+    model: nn.Module, prompts: list[list[int]], tokens: Tensor, mask: Tensor, group: Tensor, temperature=1.0,
+    dtype=torch.float32, entropy=False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Log-probs of completions, (B,T), 0 where mask is 0, and their entropies if asked.
+
+    prompts: N lists of ids; tokens (B,T) padded on the right; mask (B,T) bool, real tokens; group (B,): row b continues
+    prompts[group[b]]. Logits are computed for completion positions only (logits_to_keep), divided by the temperature.
+    """
+    width = int(mask.sum(1).max())
+    picked, real = tokens[:, :width], mask[:, :width]
+    ids, seen = left_pad([prompts[g] for g in group.tolist()], tokens.device)
+    seen = torch.cat([seen, real.long()], 1)
+    with autocast(model, dtype):
+        # the logits before the first completion token predict it: keep one position more and drop the last (F04)
+        logits = model(
+            input_ids=torch.cat([ids, torch.where(real, picked, 0)], 1), attention_mask=seen,
+            position_ids=positions(seen), use_cache=False, logits_to_keep=width + 1,
+        ).logits[:, :-1]  # fmt: skip
+    logp, h = token_logp(logits, torch.where(real, picked, 0), temperature, entropy)
+    pad = (0, tokens.shape[1] - width)
+    logp = nn.functional.pad(torch.where(real, logp, 0), pad)
+    return logp, None if h is None else nn.functional.pad(torch.where(real, h, 0), pad)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Many GPUs: FSDP2
+
+
+def shard(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """fully_shard every block, then the rest (embeddings and head, tied or not, stay together)."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype != torch.float32 else None
+    kwargs = {"mp_policy": policy} if policy else {}
+    blocks = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
+    for block in blocks:
+        fully_shard(block, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module):
+    """Hold the whole weights for a rollout: no collective per token, so ranks may finish at different times (F42)."""
+    from torch.distributed.fsdp import FSDPModule
+
+    parts = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    for m in parts:
+        m.set_reshard_after_forward(False, recurse=False)
+        m.unshard()
+    try:
+        yield model
+    finally:
+        for m in parts:
+            m.reshard()
+            m.set_reshard_after_forward(m is not model, recurse=False)
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor] | None:
+    """Whole weights on the CPU of rank 0 (empty elsewhere); None where the model is not sharded."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import FSDPModule
+
+    if not isinstance(model, FSDPModule):
+        return None
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
