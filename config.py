@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import inspect
 import itertools
+import math
 import os
 import sys
 from dataclasses import dataclass, field
@@ -277,8 +278,10 @@ def check(cfg: Config, world_size: int = 1) -> Config:
         if not getattr(cfg, key) >= least:  # written so that nan fails too
             fail(f"--{key} {getattr(cfg, key)} is too small: at least {least}")
     for f in dataclasses.fields(cfg):
-        if f.type is float and getattr(cfg, f.name) in (float("inf"), float("-inf")):
-            fail(f"--{f.name} must be finite")
+        if f.type is float and not math.isfinite(getattr(cfg, f.name)):
+            fail(f"--{f.name} {getattr(cfg, f.name)} must be a finite number")
+    if not 0 <= cfg.adam_beta2 < 1:
+        fail(f"--adam_beta2 {cfg.adam_beta2} is outside [0, 1)")
     if not 0 < cfg.top_p <= 1:
         fail(f"--top_p {cfg.top_p} is outside (0, 1]")
     if cfg.top_p < 1 and row.source == "sample":
@@ -311,7 +314,7 @@ def check(cfg: Config, world_size: int = 1) -> Config:
         fail(f"--clip_low {cfg.clip_low} --clip_high {cfg.clip_high}: ranges are offsets from 1, and clip_low is below 1")
     if not cfg.eval_k or min(cfg.eval_k) < 1:
         fail("--eval_k needs cutoffs of at least 1")
-    names = [f"{m}@{k}" for m in ("recall", "precision", "hit", "ndcg") for k in cfg.eval_k]
+    names = [f"{m}@{k}" for m in ("recall", "precision", "hit", "ndcg", "mrr") for k in cfg.eval_k]
     names += ["mrr", "slate_recall", "slate_precision"]
     if cfg.best_metric not in names:
         fail(f"--best_metric {cfg.best_metric!r} is not evaluated; nearest: {difflib.get_close_matches(cfg.best_metric, names, 1, 0)[0]!r}")
@@ -404,7 +407,8 @@ def parse(argv: list[str] | None = None, world_size: int = 1) -> Config:
             if key not in Config.__dataclass_fields__:
                 p.unknown(str(key))
             values = value if isinstance(value, list) else [value]
-            if value is None or any(isinstance(v, (dict, list)) for v in values):
+            many = Config.__dataclass_fields__[key].type in (list[str], list[int])
+            if value is None or (isinstance(value, list) and not many) or any(isinstance(v, (dict, list)) for v in values):
                 p.error(f"key {key!r} needs a plain value, not {value!r}")
             flags += [f"--{key}={v}" for v in values] if len(values) == 1 else [f"--{key}", *map(str, values)]
         p.set_defaults(**vars(p.parse_args(flags)))

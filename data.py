@@ -245,20 +245,23 @@ def damaged(cfg: Config, place: str, what: str):
 
 
 def find(cfg: Config, folders: list[str], names: list[str]) -> list[str]:
-    """Paths that exist among names in the data folder or in its usual sub-folders; earlier names first, at least one."""
+    """Paths that exist among names in the data folder or its usual sub-folders; earlier names first, at least one."""
     root = folder(cfg)
     paths = [os.path.join(root, sub, name) for name in names for sub in ["", *folders]]
     if not (found := [p for p in paths if os.path.isfile(p)]):
-        fail(f"--data {cfg.data}: no {' or '.join(names)} in {root}, nor in its sub-folders {', '.join(folders)}. Get it "
-             f"from {DATASETS[cfg.data].where}, put it into {os.path.join(root, folders[0])} or say --data_dir")  # fmt: skip
+        fail(
+            f"--data {cfg.data}: no {' or '.join(names)} in {root} or its sub-folders {', '.join(folders)}. Get it from "
+            f"{DATASETS[cfg.data].where} and put it into {os.path.join(root, folders[0])}, or say --data_dir"
+        )
     return found
 
 
 def lines(cfg: Config, path: str, encoding: str = "utf-8") -> Iterator[str]:
     """Decoded lines with their ends, split at \\n only (csv and JSON Lines need both).
 
-    Refuses what only looks like data: nothing, a Git LFS pointer, a saved web page, bytes of another encoding. ISO-8859-1
-    decodes anything, so there a line that is valid UTF-8 (a re-encoded copy) is refused: it would show as garbage.
+    Refuses what only looks like data: an empty file, a Git LFS pointer, a saved web page, bytes of another encoding.
+    ISO-8859-1 decodes anything, so there a line that is valid UTF-8 (a re-encoded copy) is refused: it would show as
+    garbage.
     """
     try:
         file = open(path, "rb")
@@ -291,14 +294,14 @@ def is_utf8(raw: bytes) -> bool:
     return True
 
 
-def table(cfg: Config, path: str, sep: str, columns: dict[str, Callable], header=True, encoding="utf-8") -> Iterator[list]:
+def table(cfg: Config, path: str, sep: str, columns: dict, header=True, encoding="utf-8") -> Iterator[list]:
     """Rows of a delimited file, each value through the type of its column. Quotes are only special where sep is ','."""
     text = lines(cfg, path, encoding)
     rows = csv.reader(text, strict=True) if sep == "," else (line.rstrip("\r\n").split(sep) for line in text)
     kinds, n = list(columns.values()), 0
     try:
         for n, row in enumerate(rows, 1):
-            if not any(row):
+            if row in ([], [""]):
                 continue  # some copies end in a blank line
             if len(row) != len(kinds):
                 damaged(cfg, f"{path} line {n}", f"{len(row)} columns instead of {len(kinds)} ({', '.join(columns)}): "
@@ -366,32 +369,60 @@ def draw_outside(rng, weight_sum: np.ndarray, taken: set[int], k: int) -> list[i
 # Next item: MovieLens, LastFM
 
 
+def gather(events, named) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[str], Counter]:
+    """events: (user, item id, time, why it does not count or ""), in file order; named: (item id, name).
+
+    -> users, items, times (rows,) of the events that count; names: item number -> name; what was dropped and why.
+    """
+    number, names, dropped = {}, [], Counter()
+    for id, name in named:
+        if name:
+            number[id] = len(names)
+            names.append(name)
+    users, items, times = array("q"), array("q"), array("q")  # 8 bytes a number, where a list takes up to 40
+    for user, id, time, why in events:
+        if id not in number:
+            dropped["item without a name"] += 1
+        elif why:
+            dropped[why] += 1
+        else:
+            users.append(user)
+            items.append(number[id])
+            times.append(time)
+    return *(np.array(a, np.int64) for a in (users, items, times)), tell_apart(names), dropped
+
+
 def spans(users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of each row of sorted users (rows,): the first row of its user, and how many the user has."""
     _, first, who, count = np.unique(users, return_index=True, return_inverse=True, return_counts=True)
     return first[who], count[who]
 
 
-def next_item(cfg: Config, split: str, users, items, times, names: list[str], dropped: Counter) -> Split:
-    """Interactions -> next-item examples. users, items, times: (rows,) integers in file order; names: item -> name.
-
-    A user's sequence is ordered by time, equal times by file order, each item at its first place. Leave-last-out: the
-    last item is the test target, the one before the valid target, and every earlier one with something before it a
-    train target. Users with fewer than 3 items are left out. The prompt has the last cfg.history items before the target.
-    Pool: the target and negatives that the user has nowhere in the sequence, out of all items of the data, uniform or
-    in proportion to their count in the training part (a pool is smaller where these run out). Without show_pool the
-    candidates of all examples are one shared list, and the pool only serves the demonstration.
-    Everything is arrays until max_examples has chosen: tens of millions of rows fit in a few GB.
-    """
-    users, items, times = (np.asarray(a, np.int64) for a in (users, items, times))
+def sequences(users, items, times, dropped: Counter) -> tuple[np.ndarray, np.ndarray]:
+    """Rows by user, then time, then place in the file; each item at its first place; users with 3 items or more."""
     order = np.lexsort((times, users))  # stable
     users, items = users[order], items[order]
-    kept = np.sort(np.unique(users * len(names) + items, return_index=True)[1])
+    pair = users * (items.max(initial=0) + 1) + items  # one number per (user, item)
+    kept = np.sort(np.unique(pair, return_index=True)[1])
     dropped["item the user already had"] += len(users) - len(kept)
     users, items = users[kept], items[kept]
     _, length = spans(users)
     dropped["user with fewer than 3 items"] += len(np.unique(users[length < 3]))
-    users, items = users[length >= 3], items[length >= 3]
+    return users[length >= 3], items[length >= 3]
+
+
+def next_item(cfg: Config, split: str, events, named) -> Split:
+    """Interactions (see gather) -> next-item examples.
+
+    Leave-last-out: the last item of a user's sequence is the test target, the one before the valid target, and every
+    earlier one with something before it a train target. The prompt has the cfg.history items before the target.
+    Pool: the target and negatives that the user has nowhere in the sequence, out of all items that anyone has, uniform
+    or in proportion to their count in the training part (a pool is smaller where these run out). Without show_pool the
+    candidates of all examples are one shared list, and the pool only serves the demonstration.
+    Everything is arrays until max_examples has chosen, so tens of millions of rows fit in a few GB.
+    """
+    users, items, times, names, dropped = gather(events, named)
+    users, items = sequences(users, items, times, dropped)
     start, length = spans(users)
     place = np.arange(len(users)) - start
     left = length - place  # 1: the user's last item
@@ -419,13 +450,13 @@ def next_item(cfg: Config, split: str, users, items, times, names: list[str], dr
     return Split(examples, +dropped, {names[i]: int(count[i]) for i in np.flatnonzero(count)})
 
 
-def stars(text: str) -> float:
+def half_stars(text: str) -> float:
     if not 0 <= (rating := float(text)) <= 5:  # written so that nan fails too
         raise ValueError(text)
     return rating
 
 
-RATING = {"userId": int, "movieId": int, "rating": stars, "timestamp": int}
+RATING = {"userId": int, "movieId": int, "rating": half_stars, "timestamp": int}
 MOVIE = {"movieId": int, "title": str, "genres": str}
 U_ITEM = {"movie id": int, "movie title": str, **{f"field {i}": str for i in range(2, 24)}}  # dates, URL, 19 genres
 MOVIELENS = {  # ratings file -> separator; titles file, its separator, columns and encoding; do they have a header?
@@ -438,29 +469,19 @@ MOVIELENS = {  # ratings file -> separator; titles file, its separator, columns 
 def load_movielens(cfg: Config, split: str) -> Split:
     """MovieLens latest-small, 20M, 25M, 32M (csv), 100K (u.data) and 1M (::), told apart by their file names.
 
-    Items are titles with the article in front. Dropped: ratings below min_rating, and of movies without a title.
+    Items are titles with the article in front. Dropped: ratings below min_rating, and those of movies without a title.
     """
     paths = find(cfg, "ml-latest-small ml-latest ml-100k ml-1m ml-20m ml-25m ml-32m".split(), list(MOVIELENS))
     if len(paths) > 1:
         fail(f"several MovieLens sets: {', '.join(paths)}; name the folder of one with --data_dir")
     place, name = os.path.split(paths[0])
     sep, movies, movies_sep, columns, encoding, header = MOVIELENS[name]
-    titles, number = [], {}
-    for movie, title, *_ in table(cfg, os.path.join(place, movies), movies_sep, columns, header, encoding):
-        if title := restore_article(clean(title)):
-            number[movie] = len(titles)
-            titles.append(title)
-    users, items, times, dropped = array("q"), array("q"), array("q"), Counter()
-    for user, movie, rating, time in table(cfg, paths[0], sep, RATING, header):
-        if movie not in number:
-            dropped[f"rating of a movie without a title in {movies}"] += 1
-        elif rating < cfg.min_rating:
-            dropped["rating below --min_rating"] += 1
-        else:
-            users.append(user)
-            items.append(number[movie])
-            times.append(time)
-    return next_item(cfg, split, users, items, times, tell_apart(titles), dropped)
+    titles = table(cfg, os.path.join(place, movies), movies_sep, columns, header, encoding)
+    named = ((movie, restore_article(clean(title))) for movie, title, *_ in titles)
+    low = "rating below --min_rating"
+    ratings = table(cfg, paths[0], sep, RATING, header)
+    events = ((user, movie, time, low if stars < cfg.min_rating else "") for user, movie, stars, time in ratings)
+    return next_item(cfg, split, events, named)
 
 
 ARTIST = {"id": int, "name": str, "url": str, "pictureURL": str}
@@ -477,27 +498,16 @@ def load_lastfm(cfg: Config, split: str) -> Split:
     """
     files = ["user_taggedartists-timestamps.dat", "user_taggedartists.dat"]
     path = find(cfg, ["lastfm-2k", "hetrec2011-lastfm-2k"], files)[0]
-    number, names = {}, []
-    for artist, name, *_ in table(cfg, os.path.join(os.path.dirname(path), "artists.dat"), "\t", ARTIST):
-        if name := clean(name):
-            number[artist] = len(names)
-            names.append(name)
-    stamped = path.endswith(files[0])
-    users, items, times, dropped = array("q"), array("q"), array("q"), Counter()
-    for user, artist, _, *when in table(cfg, path, "\t", TAGGED_STAMPS if stamped else TAGGED):
-        if stamped:
-            time, early = when[0], when[0] < 1_009_843_200_000  # 2002-01-01
-        else:
-            time, early = (when[2] * 12 + when[1]) * 31 + when[0], when[2] < 2002  # only the order counts
-        if artist not in number:
-            dropped["tag of an artist without a name in artists.dat"] += 1
-        elif early:
-            dropped["tag dated before 2002"] += 1
-        else:
-            users.append(user)
-            items.append(number[artist])
-            times.append(time)
-    return next_item(cfg, split, users, items, times, tell_apart(names), dropped)
+    artists = table(cfg, os.path.join(os.path.dirname(path), "artists.dat"), "\t", ARTIST)
+    named = ((artist, clean(name)) for artist, name, *_ in artists)
+    if path.endswith(files[0]):
+        begin, tags = 1_009_843_200_000, table(cfg, path, "\t", TAGGED_STAMPS)
+        timed = ((user, artist, time) for user, artist, _, time in tags)
+    else:  # of a date only the order counts
+        begin, tags = 2002 * 12 * 31, table(cfg, path, "\t", TAGGED)
+        timed = ((user, artist, (year * 12 + month - 1) * 31 + day - 1) for user, artist, _, day, month, year in tags)
+    early = "tag dated before 2002"
+    return next_item(cfg, split, ((*row, early if row[2] < begin else "") for row in timed), named)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -506,11 +516,15 @@ def load_lastfm(cfg: Config, split: str) -> Split:
 
 @dataclass
 class Question:
-    """A QA record. passages: (title, text) as shown; gold: places of those that support the answer; absent: how many
-    supporting titles no passage has."""
+    """A QA record, texts as shown.
+
+    passages   (title, text) of each
+    gold       places of the passages that support the answer
+    absent     how many supporting titles no passage has
+    """
 
     id: str
-    text: str
+    question: str
     passages: list[tuple[str, str]]
     gold: list[int]
     absent: int = 0
@@ -558,7 +572,7 @@ def retrieve(cfg: Config, split: str, parse: Callable[[dict], Question], folders
         names = tell_apart([pool[i][0] for i in shuffled])
         texts = {name: pool[i][1] for name, i in zip(names, shuffled)}
         gold = {name: 1.0 for name, i in zip(names, shuffled) if i < len(q.gold)}
-        prompt = write_prompt(cfg, "retrieve", names, texts, question=q.text)
+        prompt = write_prompt(cfg, "retrieve", names, texts, question=q.question)
         examples.append(Example(q.id, prompt, names, gold, demonstrate(cfg, names, gold, rng)))
     return Split(examples, +dropped)
 
@@ -574,9 +588,10 @@ def parse_hotpotqa(record: dict) -> Question:
     """
     context, facts = record["context"], record["supporting_facts"]
     if isinstance(context, dict):
-        context, facts = zip(context["title"], context["sentences"]), zip(facts["title"], facts["sent_id"])
-    context = list(context)
-    wanted = {title for title, _ in facts}
+        context = list(zip(context["title"], context["sentences"], strict=True))
+        wanted = set(facts["title"])
+    else:
+        wanted = {title for title, *_ in facts}
     titles = [title for title, _ in context]
     passages = [(shown(title) or "untitled", shown("".join(sentences))) for title, sentences in context]
     question = shown(record["question"])
@@ -586,8 +601,8 @@ def parse_hotpotqa(record: dict) -> Question:
 
 
 def parse_musique(record: dict) -> Question:
-    """Paragraphs go by idx: titles repeat within a record."""
-    paragraphs = sorted(record["paragraphs"], key=lambda p: p["idx"])
+    """Paragraphs are known by their place: titles repeat within a record."""
+    paragraphs = record["paragraphs"]
     passages = [(clean(p["title"]) or "untitled", clean(p["paragraph_text"])) for p in paragraphs]
     gold = [i for i, p in enumerate(paragraphs) if p["is_supporting"]]
     return Question(str(record["id"]), clean(record["question"]), passages, gold)
@@ -718,10 +733,13 @@ def main(argv: list[str]) -> None:
     for why, count in split.dropped.items():
         print(f"  left out {count}: {why}")
     for e, ids in list(zip(examples, prompts))[:n]:
-        print(f"\n--- {e.id}, prompt of {len(ids)} tokens\n{e.prompt}")
+        # passages are cut to a line each; the line with the tags is the instruction, which is not
+        words = [w if len(w) <= 160 or cfg.tags[0] in w else f"{w[:140]}... (+{len(w) - 140} characters)"
+                 for w in e.prompt.split("\n")]  # fmt: skip
+        print("\n".join([f"\n--- {e.id}, prompt of {len(ids)} tokens", *words]))
         print("tokens:", " ".join(repr(tokenizer.decode([i])) for i in ids[:60]), "..." if len(ids) > 60 else "")
-        pool = e.candidates if len(e.candidates) <= 30 else [*e.candidates[:30], f"... {len(e.candidates)} in all"]
-        print("pool:", " | ".join(pool))
+        if not cfg.show_pool:
+            print(f"catalog: {len(e.candidates)} titles, such as", " | ".join(e.candidates[:10]))
         print("gold:", ", ".join(f"{item} ({utility:g})" for item, utility in e.gold.items()))
         if e.demo:
             print(f"demonstration:\n{e.demo}")

@@ -254,19 +254,18 @@ def policy_loss(
         metrics = {
             "loss_pos": (torch.where(adv > 0, per_token, 0) / denom).sum(),  # by sign: their sum is 0 at mu = 1 (F24)
             "loss_neg": (torch.where(adv < 0, per_token, 0) / denom).sum(),
-            "clip_low": (mask & (adv < 0) & (gap < -low)).sum() / tokens,
-            "clip_high": (mask & (adv > 0) & (gap > high)).sum() / tokens,
+            "clip_low": (mask & (adv < 0) & (gap < -low)).double().sum() / tokens,
+            "clip_high": (mask & (adv > 0) & (gap > high)).double().sum() / tokens,
             "ratio_gap": gap.abs().sum() / tokens,
         }
     if beta:
         kl_mask = kl_ids > 0
         logp = torch.where(kl_mask, logp, 0)
         k = kl_estimate(logp, torch.where(kl_mask, logp_ref, 0), kl)
-        with torch.no_grad():
-            metrics["kl"] = (torch.where(kl_mask, k, 0) / kl_denom).sum()
         if kl_ratio:
             k = k * log_ratio(logp, torch.where(kl_mask, logp_old, 0), kl_ids, "token").exp()
-        loss = loss + beta * (torch.where(kl_mask, k, 0) / kl_denom).sum()
+        k = (torch.where(kl_mask, k, 0) / kl_denom).sum()
+        loss, metrics["kl"] = loss + beta * k, k.detach()
     metrics["loss"] = loss.detach()
     return loss, metrics
 

@@ -76,6 +76,8 @@ def from_hub(auto, cfg: Config, **kwargs):
         return auto.from_pretrained(path or ".", trust_remote_code=cfg.trust_remote_code, **kwargs)
     except Exception as e:
         reason = next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)
+        if "trust_remote_code" in str(e):
+            reason += " (--trust_remote_code true would run it)"
         fail(f"--init {cfg.init}: cannot load it as a run folder, a Hugging Face folder, a hub name or .gguf: {reason}")
 
 

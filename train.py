@@ -35,7 +35,7 @@ from rollout import Rollout, demonstrations, rollout
 def main(cfg: Config) -> dict[str, float]:
     """Run the experiment; returns the last evaluation on the valid split."""
     rank, world, device = launch()
-    row, run, stop = resolve(cfg), Run(cfg, rank), Signals()
+    row, run = resolve(cfg), Run(cfg, rank)
     train, valid = data.load(cfg, "train"), data.load(cfg, "valid")
     policy = open_policy(replace(cfg, init=run.checkpoint or cfg.init), train.examples, device)
     examples, prompts, demos = usable(train, policy, cfg, row)
@@ -45,11 +45,11 @@ def main(cfg: Config) -> dict[str, float]:
         policy.model = lm.shard(policy.model, policy.dtype)
         reference = reference and lm.shard(reference, policy.dtype)
     optimizer = torch.optim.AdamW(policy.model.parameters(), cfg.lr, (0.9, cfg.adam_beta2), weight_decay=cfg.weight_decay)
-    start = run.restore(policy.model, optimizer)
+    start = run.open(optimizer)
     run.say(f"{cfg.method} on {cfg.data}: {len(examples)} examples ({train.dropped or 'none left out'}), "
             f"{sum(p.numel() for p in policy.model.parameters()):,} parameters, {world} x {device.type}, steps {start}..{cfg.steps}")  # fmt: skip
 
-    latest = {}
+    latest, stop = {}, Signals()
     for step in tqdm(range(start, cfg.steps), cfg.method, initial=start, total=cfg.steps, disable=rank > 0 or not sys.stderr.isatty()):
         began = time.perf_counter()
         batch = data.order(len(examples), cfg.seed, step, cfg.batch_size)[rank::world]
@@ -83,6 +83,7 @@ def main(cfg: Config) -> dict[str, float]:
         if leaving:
             run.say(f"stopped after step {done}; to go on: python train.py --run_dir {cfg.run_dir} --resume")
             break
+    stop.restore()
     run.close()
     return latest
 
@@ -181,7 +182,8 @@ def update(policy, reference, optimizer, roll, scored, adv, cfg, row, world) -> 
         if applied:  # without a token to learn from, momentum alone would move the weights (F22)
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        metrics = {k: float(total(v)) for k, v in sums.items()} | metrics | {"grad_norm": norm, "skipped": float(not applied)}
+        # the last epoch's, where the ratio has left 1 (F25); entropy and sampler_gap are measured in the first
+        metrics |= {k: float(total(v)) for k, v in sums.items()} | {"grad_norm": norm, "skipped": float(not applied)}
     return metrics
 
 
@@ -242,14 +244,17 @@ class Signals:
 
     def __init__(self):
         self.asked = False
-        for s in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(s, self.ask)
+        self.before = {s: signal.signal(s, self.ask) for s in (signal.SIGINT, signal.SIGTERM)}
 
     def ask(self, number, frame):
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked = True
         print("\nfinishing this step, then saving (Ctrl-C again: stop at once)", file=sys.stderr)
+
+    def restore(self) -> None:
+        for s, handler in self.before.items():
+            signal.signal(s, handler)
 
 
 def agreed(asked: bool, world: int, device) -> bool:
@@ -285,13 +290,6 @@ class Run:
             self.compare(old)
         elif os.path.exists(old):
             fail(f"--run_dir {cfg.run_dir} holds a run already: continue it with --resume, or choose another folder")
-        try:
-            os.makedirs(self.folder, exist_ok=True)
-            if self.main:
-                write(old, dump(replace(cfg, resume=False)))
-        except OSError as e:
-            fail(f"--run_dir {cfg.run_dir} cannot be written: {e}")
-        self.writer = reporter(cfg) if self.main else None
 
     def say(self, text: str) -> None:
         if self.main:
@@ -313,8 +311,18 @@ class Run:
                 fail(f"--resume: --{key} was {value!r} in {path} and is {getattr(self.cfg, key)!r} now; start a new run for that")
         self.cfg.init = was.init
 
-    def restore(self, model, optimizer) -> int:
-        """Load optimiser and step of the checkpoint, drop log lines behind it; the first step to do."""
+    def open(self, optimizer) -> int:
+        """Claim the folder, now that everything is loaded: a start that failed before leaves no run behind. On resume
+        load optimiser and step of the checkpoint and drop log lines behind it. Returns the first step to do."""
+        if dist.is_initialized():
+            dist.barrier()  # every rank has seen the folder free before the first one writes
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+            self.writer = reporter(self.cfg) if self.main else None
+            if self.main:
+                write(os.path.join(self.cfg.run_dir, "config.yaml"), dump(replace(self.cfg, resume=False)))
+        except OSError as e:
+            fail(f"--run_dir {self.cfg.run_dir} cannot be written: {e}")
         if not self.checkpoint:
             return 0
         state = torch.load(os.path.join(self.checkpoint, "trainer.pt"), map_location="cpu", weights_only=True)
@@ -335,7 +343,7 @@ class Run:
         self.append("log.jsonl", [{"step": step, **metrics, **timing}])
         shown = range(0, min(len(scored.texts), self.cfg.log_samples))
         self.append("samples.jsonl", [
-            {"step": step, "id": examples[int(roll.group[b])].id, "text": scored.texts[b], "reward": scored.reward[b].tolist(),
+            {"step": step, "id": examples[int(roll.group[b])].id, "text": scored.texts[b], "rewards": scored.reward[b].tolist(),
              **{k: v[b] for k, v in scored.parts.items()}} for b in shown])  # fmt: skip
         if self.writer:
             self.writer(step, metrics)
@@ -345,18 +353,19 @@ class Run:
             f.write(lines_of(rows))
 
     def improves(self, value: float | None) -> bool:
-        return value is not None and (self.best is None or value > self.best)
+        """Is this the best evaluation so far? Called on every rank: all must agree on what to save."""
+        better = value is not None and (self.best is None or value > self.best)
+        self.best = value if better else self.best
+        return better
 
     def save(self, step: int, policy: Policy, optimizer, better: bool) -> None:
         weights, state = lm.full_state(policy.model), optimizer_state(optimizer)  # collectives: on every rank
-        if better and self.main:
-            self.best = json.loads(self.last_line())[f"valid/{self.cfg.best_metric}"]
         if self.main:
             name = f"step-{step:06d}"
             aside, final = os.path.join(self.folder, f".{name}"), os.path.join(self.folder, name)
             shutil.rmtree(aside, ignore_errors=True)
             lm.save(policy.model, policy.tokenizer, aside, weights)
-            write(os.path.join(aside, "config.yaml"), dump(self.cfg))
+            write(os.path.join(aside, "config.yaml"), dump(replace(self.cfg, resume=False)))
             torch.save({"optimizer": state, "step": step, "rng": torch.get_rng_state(), "best": self.best},
                        os.path.join(aside, "trainer.pt"))  # fmt: skip
             for file in os.listdir(aside):
@@ -374,10 +383,6 @@ class Run:
             for old in self.steps()[: -self.cfg.keep]:
                 if os.path.join(os.path.realpath(self.folder), old) != best:
                     shutil.rmtree(os.path.join(self.folder, old))
-
-    def last_line(self) -> str:
-        with open(os.path.join(self.cfg.run_dir, "log.jsonl"), encoding="utf-8") as f:
-            return f.readlines()[-1]
 
     def close(self) -> None:
         if self.writer:
