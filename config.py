@@ -67,9 +67,9 @@ class Config:
     show_pool: bool = True
     """List the pool in the prompt. False: the catalog lives in the weights, and every title is a candidate."""
     slate_size: int = 10
-    """Items of a slate (n), in prompts and demonstrations."""
+    """Items of a slate (n): asked for, demonstrated, and the most that count in an answer."""
     rank_size: int = 5
-    """Items of a ranking (k), in prompts and demonstrations."""
+    """Items of a ranking (k): asked for, demonstrated, and the most that count in an answer."""
     item_form: str = "title"
     """How an answer names an item: title, or index (#3 = third of the pool)."""
     rank_form: str = "item"
@@ -177,7 +177,7 @@ class Config:
     kl: str = "k3"
     """KL estimator in the loss: k2 (right gradient on policy), k3, or k1 (zero expected gradient: to show it)."""
     kl_ratio: bool = False
-    """Multiply the KL estimate by the importance ratio (differentiated too): right gradient off policy."""
+    """Multiply the KL estimate by the importance ratio (differentiated too): right gradient off policy; k1 and k3."""
     kl_mask: str = "loss"
     """Tokens of the KL term: loss (those trained on) or completion (all, delimiters included)."""
     old_logp: str = "auto"
@@ -296,6 +296,8 @@ def check(cfg: Config, world_size: int = 1) -> Config:
              f"use {max(1, cfg.batch_size // world_size) * world_size}")  # fmt: skip
     if cfg.credit == "causal" and row.unit == "sequence":
         fail(f"--credit causal needs a method with phases; {cfg.method} has one unit per sample")
+    if cfg.kl == "k2" and cfg.kl_ratio and cfg.beta:
+        fail("--kl k2 with --kl_ratio has a wrong gradient: use --kl k3 (or k1), or --kl_ratio false")
     if len(cfg.tags) != 4 or len(set(cfg.tags)) != 4 or not all(t.strip() for t in cfg.tags):
         fail(f"--tags {' '.join(cfg.tags)}: four different strings are needed (slate open, close, rank open, close)")
     if any(a != b and a in b for a in cfg.tags for b in cfg.tags):

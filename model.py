@@ -155,6 +155,8 @@ def load(cfg: Config, tokenizer, device: torch.device) -> nn.Module:
 
 def save(model: nn.Module, tokenizer, folder: str, state: dict[str, Tensor] | None = None) -> None:
     """A Hugging Face folder (safetensors). state: full weights where the model holds only shards."""
+    if state is not None:  # gathered, tied weights come under both names; keep the one that a whole model writes
+        state = {k: v for k, v in state.items() if k not in model.all_tied_weights_keys}
     model.save_pretrained(folder, state_dict=state)
     tokenizer.save_pretrained(folder)
 

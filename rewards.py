@@ -71,18 +71,22 @@ def clean(entry: str) -> str:
             return entry if entry.strip("-*• ") else ""
 
 
-def entries(section: str, arrows=False) -> list[str]:
-    """Raw entries of a section: one per non-empty line, or, if it has one line only, split at commas (or at >)."""
+def entries(section: str, arrows=False, known=()) -> list[str]:
+    """Raw entries of a section: one per non-empty line, or, if it has one line only, split at commas (or at >).
+
+    A single line that is a known item is not split: "Food, Inc. (2008)".
+    """
     lines = [line for line in section.split("\n") if line.strip()]
-    if len(lines) == 1:
+    if len(lines) == 1 and identity(clean(lines[0])) not in known:
         lines = lines[0].split(">" if arrows and ">" in lines[0] else ",")
     return [line.strip() for line in lines if line.strip("-*• \t\r\n\f\v")]
 
 
-def parse(text: str, tags: list[str], strict=False) -> Parsed:
+def parse(text: str, tags: list[str], strict=False, known=()) -> Parsed:
     """Read a two-phase completion; never raises. tags: slate open, slate close, rank open, rank close (exact strings).
 
     strict: a ranking with an entry outside the slate, or one twice, is malformed (bad_rank); else the entry is skipped.
+    known: identities of the pool's items.
     """
     out = Parsed()
     count = [text.count(t) for t in tags]
@@ -94,7 +98,7 @@ def parse(text: str, tags: list[str], strict=False) -> Parsed:
     if count[:2] == [1, 1] and at[0] < at[1]:
         start, end = at[0] + len(tags[0]), at[1]
         if not any(t in text[start:end] for t in tags[2:]):
-            out.items = [item for e in entries(text[start:end]) if (item := clean(e))]
+            out.items = [item for e in entries(text[start:end], known=known) if (item := clean(e))]
     out.slate_valid = bool(out.items)
     place: dict[str, int] = {}  # identity -> index into items_unique
     for item in out.items:
@@ -108,7 +112,7 @@ def parse(text: str, tags: list[str], strict=False) -> Parsed:
     if not out.items:
         out.error = "empty_slate"
         return out
-    raw = entries(text[slice(*out.rank_span)], arrows=True)
+    raw = entries(text[slice(*out.rank_span)], arrows=True, known=known)
     numbers = [NUMBER.fullmatch(e) for e in raw]
     by_place = all(numbers)  # every entry a bare number: 1-based positions in the slate
     for e, number in zip(raw, numbers):
@@ -273,18 +277,28 @@ def resolve(items: list[str], example, names: dict[str, str], form: str) -> list
 
 
 def read(parsed: Parsed, example, names: dict[str, str], cfg) -> tuple[list[str], list[str]]:
-    """Slate (repeats kept) and final ranking as candidates; both empty where the completion is malformed."""
+    """Slate (repeats kept) and final ranking as candidates; both empty where the completion is malformed.
+
+    Only the first slate_size entries are the slate and the first rank_size entries that name one of them the ranking:
+    recall would otherwise be earned by writing on (with its own reward, a slate phase soon learns to).
+    """
     if not parsed.valid:
         return [], []
     slate, ranking = (resolve(x, example, names, cfg.item_form) for x in (parsed.items, parsed.ranking))
+    slate = slate[: cfg.slate_size]
+    ranking = [i for i in ranking if i in slate]
     if cfg.append_unranked:
         ranking += [i for i in dict.fromkeys(slate) if i not in ranking]
-    return slate, ranking
+    return slate, ranking[: cfg.rank_size]
 
 
 def names_of(examples: list) -> dict[int, dict[str, str]]:
-    """identity -> candidate for each example's pool; a pool shared by many examples is indexed once. By id(candidates)."""
-    return {k: {identity(c): c for c in pool} for k, pool in {id(e.candidates): e.candidates for e in examples}.items()}
+    """identity -> candidate for each example's pool; a pool shared by many examples is indexed once. By id(candidates).
+
+    Also what the parser makes of a title that looks like a list entry: "2001: A Space Odyssey" loses its "number".
+    """
+    pools = {id(e.candidates): e.candidates for e in examples}
+    return {k: {identity(clean(c)): c for c in pool} | {identity(c): c for c in pool} for k, pool in pools.items()}
 
 
 def rewards_of(slate: list[str], ranking: list[str], gold: dict[str, float], cfg) -> tuple[float, float]:
@@ -313,17 +327,17 @@ def score(roll, examples: list, pieces: list[bytes], cfg, unit: str) -> Scored:
         example = examples[group[b]]
         own = [pieces[t] if t < len(pieces) else b"" for t in row[mask[b]].tolist()]
         text = join([*prefixes[b], *own])
-        parsed = parse(text, cfg.tags, cfg.strict_rank)
+        parsed = parse(text, cfg.tags, cfg.strict_rank, names[id(example.candidates)])
         slate, ranking = read(parsed, example, names[id(example.candidates)], cfg)
         scores = slate_scores(slate, example.gold)
         r_slate, r_rank = rewards_of(slate, ranking, example.gold, cfg) if parsed.valid else (cfg.format_penalty,) * 2
-        if unit == "sequence":
-            units, reward = [1] * len(own), [r_slate + cfg.lam * r_rank]
+        reward = [r_slate + cfg.lam * r_rank] if unit == "sequence" else [r_slate, r_rank]
+        if not parsed.valid:
+            units = [1 if cfg.format_scope == "all" else 0] * len(own)
+        elif unit == "sequence":
+            units = [1] * len(own)
         else:
             units = phase_units([*prefixes[b], *own], text, [parsed.slate_span, parsed.rank_span])[len(prefixes[b]) :]
-            reward = [r_slate, r_rank]
-            if not parsed.valid:
-                units = [1 if cfg.format_scope == "all" else 0] * len(own)
         unit_ids[b, : len(own)] = torch.tensor(units, dtype=torch.long)
         rewards.append(reward)
         texts.append(text)

@@ -166,8 +166,6 @@ def update(policy, reference, optimizer, roll, scored, adv, cfg, row, world) -> 
                 logp, logp_old[rows], token_adv[rows], unit_ids[rows], denom[rows], row, max(tokens, 1.0),
                 None if logp_ref is None else logp_ref[rows], kl_ids[rows], kl_denom[rows], cfg.beta, cfg.kl, cfg.kl_ratio,
             )  # fmt: skip
-            if not len(rows):
-                loss = forward(policy.model, rows)[0].sum() * 0.0
             (loss * world).backward()  # FSDP averages over ranks, the denominators already count them all
             if epoch == 0 and len(rows):
                 trained = unit_ids[rows] > 0

@@ -118,8 +118,8 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_default():
 
 def test_the_dumped_settings_parse_to_the_same_settings():
     """config.yaml of a run folder is the documentation of the experiment: nothing may change on the way back."""
-    odd = parse(["--method", "grpo", "--lr", "3.3e-7", "--prefix", " é: [1]\n# x", "--eval_k", "3", "--best_metric", "mrr",
-                 "--show_pool", "false", "--tags", "[a", "b]", "{c", "d}", "--init", "no", "--run_dir", "007"])  # fmt: skip
+    flags = "--method grpo --lr 3.3e-7 --eval_k 3 --best_metric mrr --show_pool false --tags [a b] {c d} --init no"
+    odd = parse([*flags.split(), "--run_dir", "007", "--prefix", " é: [1]\n# x"])
     for n, cfg in enumerate([parse([]), odd]):
         again = parse(["--config", save(dump(cfg), f"{n}.yaml")])
         assert dataclasses.replace(again, config="") == cfg
@@ -252,7 +252,8 @@ def test_every_evaluated_metric_may_choose_the_best_checkpoint():
 def test_the_real_command_names_a_misspelt_key_and_writes_nothing(tmp_path):
     """The way a user meets it: before torch has loaded a model, in one line, without a traceback."""
     command = [sys.executable, os.path.join(ROOT, "train.py"), "--config", os.path.join(ROOT, "configs", "demo.yaml")]
-    done = subprocess.run([*command, "--method", "fgrpo", "--no_such_key", "1"], cwd=tmp_path, capture_output=True, text=True)
+    command += "--method fgrpo --no_such_key 1".split()
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     assert re.fullmatch(r"train\.py: unknown key '--no_such_key'; the nearest is '\w+' .*\n", done.stderr)
     assert os.listdir(tmp_path) == []

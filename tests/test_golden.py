@@ -19,11 +19,13 @@ from losses import METHODS, advantages, denominators, kl_estimate, policy_loss, 
 from model import token_logp
 
 FOLDER = Path(os.environ.get("GOLDEN_DIR") or Path(__file__).parent / "golden")
-CASES = [(path.stem, case) for path in sorted(FOLDER.glob("*.json")) for case in json.loads(path.read_text("utf-8"))["cases"]]
+CASES = [
+    (path.stem, case) for path in sorted(FOLDER.glob("*.json")) for case in json.loads(path.read_text("utf-8"))["cases"]
+]
 
 # Subjects that no method of the code needs yet; a name leaves this list when its runner comes.
 LATER = """adv_dynamic_sampling adv_focal adv_gfpo adv_rank adv_rank_length_control causal_returns gae list_eval_variants
-    list_match loss_cispo loss_clip_higher loss_dual_clip loss_gspo loss_gspo_token loss_rank overlong_punishment pass_at_k
+    list_match loss_cispo loss_dual_clip loss_gspo loss_gspo_token loss_rank overlong_punishment pass_at_k
     responder_rewards tail_miss title_match""".split()
 # Expected keys that the code cannot express, with the reason.
 NOT_EXPRESSED = {"logits_logprob_entropy": ["grad_entropy_sum"]}  # the entropy is logged only, it carries no gradient
@@ -125,7 +127,10 @@ def loss_phase(
     logp, old, ids, kl_ids = tensor(logp_new).requires_grad_(), tensor(logp_old), integers(phase_ids), integers(kl_mask)
     ref = None if logp_ref is None else tensor(logp_ref)
     row = replace(METHODS["fgrpo"], ratio={"token": "token", "phase": "unit"}[ratio_level], clip=(eps_low, eps_high))
-    adv, group = torch.stack([tensor(slate_advantages), tensor(rank_advantages)], 1), torch.zeros(len(ids), dtype=torch.int64)
+    adv, group = (
+        torch.stack([tensor(slate_advantages), tensor(rank_advantages)], 1),
+        torch.zeros(len(ids), dtype=torch.int64),
+    )
     out = {"loss": {}, "grad": {}}
     for mode in ("seq_mean", "token_mean", "const_len"):
         denom = denominators(ids, mode, 2, const_length, group, apart=True)
@@ -229,7 +234,10 @@ def slate_rewards(slate, utility, order, k):
         assert rewards.parse("\n".join(lines), ["<S>", "</S>", "<R>", "</R>"]).ranking == final
     names = {"precision": "precision_unique", "f1": "f1_unique", "utility": "normalised_utility"}
     relevant = {i: 1.0 for i, u in utility.items() if u > 0}
-    return {names.get(key, key): v for key, v in got.items()} | {"final": final, "ndcg_at_k": rewards.ndcg(final, relevant, k)}
+    return {names.get(key, key): v for key, v in got.items()} | {
+        "final": final,
+        "ndcg_at_k": rewards.ndcg(final, relevant, k),
+    }
 
 
 def golden_paired_bootstrap(a, b, level, rng, resamples, indices=None, seed=None, cluster_ids=None):
@@ -270,6 +278,7 @@ RUNNERS = {
     "kl_estimators": kl_estimators,
     "kl_expectation": kl_expectation,
     "logits_logprob_entropy": logits_logprob_entropy,
+    "loss_clip_higher": token_loss,
     "loss_phase": loss_phase,
     "loss_ppo_clip": token_loss,
     "loss_with_kl": token_loss,
@@ -298,7 +307,9 @@ def compare(got, expected, atol: float, where: str) -> None:
         for i, (g, e) in enumerate(zip(got, expected)):
             compare(g, e, atol, f"{where}[{i}]")
     elif isinstance(got, float):
-        assert math.isfinite(got) and abs(got - expected) <= atol + 1e-9 * abs(expected), f"{where}: {got!r}, expected {expected!r}"
+        assert math.isfinite(got) and abs(got - expected) <= atol + 1e-9 * abs(expected), (
+            f"{where}: {got!r}, expected {expected!r}"
+        )
     else:
         assert type(got) is type(expected) and got == expected, f"{where}: {got!r}, expected {expected!r}"
 

@@ -239,10 +239,11 @@ def test_with_gradient_checkpointing_on_a_rollout_still_decodes_with_its_cache(n
         for c in (False, True)
     )
     assert thrifty.is_gradient_checkpointing
-    recorder = Recorder(thrifty)
+    recorder, modes = Recorder(thrifty), set()
+    thrifty.register_forward_pre_hook(lambda m, a: modes.add((m.training, torch.is_grad_enabled())))
     roll = rollout(thrifty, [[5, 6, 7], [8]], 2, [], max_new_tokens=5)
     assert recorder.widths == [3, 1, 1, 1, 1]
-    assert thrifty.training and thrifty.is_gradient_checkpointing
+    assert modes == {(False, False)} and thrifty.training and thrifty.is_gradient_checkpointing
     assert torch.equal(roll.tokens, rollout(plain, [[5, 6, 7], [8]], 2, [], max_new_tokens=5).tokens)
     for model in (plain, thrifty):
         lm.completion_logp(model, *ragged())[0].sum().backward()

@@ -53,7 +53,10 @@ class Step:
         self.tokens = int((self.ids > 0).sum())
 
     def denoms(self, aggregate, apart=False):
-        return (denominators(self.ids, aggregate, 2, 8, self.group, apart), denominators(self.kl_ids, aggregate, 1, 8, self.group))
+        return (
+            denominators(self.ids, aggregate, 2, 8, self.group, apart),
+            denominators(self.kl_ids, aggregate, 1, 8, self.group),
+        )
 
     def run(self, rows, row, denom, kl_denom, beta=0.1):
         """Loss, metrics and gradient of some rows, with divisors counted over all."""
@@ -140,7 +143,9 @@ def test_ten_more_columns_of_padding_change_nothing(aggregate, ratio):
     wide = step.run(torch.arange(7), row, *step.denoms(aggregate))
     torch.testing.assert_close(wide[0], narrow[0], rtol=0, atol=1e-14)
     torch.testing.assert_close(wide[2], torch.nn.functional.pad(narrow[2], (0, 10)), rtol=0, atol=1e-14)
-    assert {k: v.item() for k, v in wide[1].items()} == pytest.approx({k: v.item() for k, v in narrow[1].items()}, abs=1e-14)
+    assert {k: v.item() for k, v in wide[1].items()} == pytest.approx(
+        {k: v.item() for k, v in narrow[1].items()}, abs=1e-14
+    )
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -149,7 +154,12 @@ def test_masking_every_row_gives_loss_zero_and_no_nan(aggregate, ratio):
     """F22: a step whose samples were all filtered divided 0 by 0; whatever stands at untrained places must not matter."""
     step = Step()
     step.ids, step.kl_ids = torch.zeros_like(step.ids), torch.zeros_like(step.ids)
-    for x, junk in ((step.logp, float("nan")), (step.old, float("inf")), (step.ref, -float("inf")), (step.adv, float("nan"))):
+    for x, junk in (
+        (step.logp, float("nan")),
+        (step.old, float("inf")),
+        (step.ref, -float("inf")),
+        (step.adv, float("nan")),
+    ):
         x[:] = junk
     loss, metrics, grad = step.run(torch.arange(7), replace(ROW, ratio=ratio), *step.denoms(aggregate))
     assert loss == 0 and (grad == 0).all() and all(v == 0 for v in metrics.values())
@@ -159,7 +169,12 @@ def test_masking_every_row_gives_loss_zero_and_no_nan(aggregate, ratio):
 def test_numbers_at_untrained_places_reach_neither_value_nor_gradient(ratio):
     """F22: nan times 0 is nan, so a mask that multiplies lets one padded position spoil the step."""
     clean, dirty = Step(), Step()
-    for x, junk in ((dirty.logp, float("nan")), (dirty.old, float("inf")), (dirty.ref, float("nan")), (dirty.adv, float("nan"))):
+    for x, junk in (
+        (dirty.logp, float("nan")),
+        (dirty.old, float("inf")),
+        (dirty.ref, float("nan")),
+        (dirty.adv, float("nan")),
+    ):
         x[dirty.ids == 0] = junk
     results = [s.run(torch.arange(7), replace(ROW, ratio=ratio), *s.denoms("seq_mean")) for s in (clean, dirty)]
     assert results[0][0] == results[1][0] and torch.equal(results[0][2], results[1][2])
@@ -239,11 +254,12 @@ def test_a_token_counts_as_clipped_only_when_its_gradient_is_gone(ratio, adv, lo
     assert metrics["ratio_gap"].item() == pytest.approx(0.5)
 
 
-def test_clip_shares_are_of_all_trained_tokens():
-    """F23: two of five tokens clipped above, one below; the share is over the step, not over this micro-batch."""
-    ids = torch.tensor([[1, 1, 1, 1, 1, 0]])
-    logp, adv = tensor([1.3, 1.3, 0.7, 0.7, 1.1, 9.0]).log(), tensor([1.0, 1.0, -1.0, 1.0, 1.0, 1.0])
-    _, metrics = policy_loss(logp, torch.zeros_like(logp), adv, ids, torch.ones_like(logp), ROW, 10)
+def test_clip_shares_are_of_all_trained_tokens_of_the_step():
+    """F23: of the 10 tokens of a step two here are beyond their bound above, one below; each side has its own bound."""
+    ids = torch.tensor([[1, 1, 1, 1, 1, 1, 0]])
+    logp, adv = tensor([1.3, 1.4, 0.75, 0.7, 1.25, 0.85, 9.0]).log(), tensor([1.0, 1.0, -1.0, 1.0, 1.0, -1.0, 1.0])
+    row = replace(ROW, clip=(0.2, 0.28))
+    _, metrics = policy_loss(logp, torch.zeros_like(logp), adv, ids, torch.ones_like(logp), row, 10)
     assert (metrics["clip_low"].item(), metrics["clip_high"].item()) == (0.1, 0.2)
 
 
@@ -313,7 +329,11 @@ def kl_gradients(kind, kl_ratio=False, on_policy=True):
     g = torch.Generator().manual_seed(4)
     z, z_ref, z_old = (torch.randn(6, generator=g, dtype=torch.float64) for _ in range(3))
     z.requires_grad_()
-    logp, ref, old = z.log_softmax(0), z_ref.log_softmax(0), z.detach().log_softmax(0) if on_policy else z_old.log_softmax(0)
+    logp, ref, old = (
+        z.log_softmax(0),
+        z_ref.log_softmax(0),
+        z.detach().log_softmax(0) if on_policy else z_old.log_softmax(0),
+    )
     ids, zero = torch.ones(6, 1, dtype=torch.int64), torch.zeros(6, 1, dtype=torch.float64)
     # row v is the token v; dividing it by 1 / probability makes the loss an expectation over the sampling policy
     loss, _ = policy_loss(logp[:, None], old[:, None], zero, 0 * ids, zero + 1, ROW, 1, ref[:, None], ids, 1 / old.exp()[:, None],
@@ -352,7 +372,21 @@ def test_the_logged_kl_is_the_one_in_the_loss():
     denom, kl_denom = step.denoms("token_mean")
     for kl_ratio in (False, True):
         plain, full = (
-            policy_loss(step.logp, step.old, step.adv, step.ids, denom, row, step.tokens, step.ref, step.kl_ids, kl_denom, beta, "k3", kl_ratio)
+            policy_loss(
+                step.logp,
+                step.old,
+                step.adv,
+                step.ids,
+                denom,
+                row,
+                step.tokens,
+                step.ref,
+                step.kl_ids,
+                kl_denom,
+                beta,
+                "k3",
+                kl_ratio,
+            )
             for beta in (0.0, 0.3)
         )
         assert "kl" not in plain[1]
