@@ -196,7 +196,8 @@ class Config:
     format_penalty: float = -1.0
     """Reward of a malformed completion, in every phase."""
     format_scope: str = "all"
-    """Tokens that a malformed completion trains: all of them, or none (it still counts in the group's mean)."""
+    """Tokens that a malformed completion trains: all (under phases: but delimiters and the stop token, which a
+    well-formed one does not train either), or none (it still counts in the group's mean)."""
     strict_rank: bool = False
     """A ranking with an entry outside the slate, or twice the same, is malformed. False: the entry is skipped."""
     append_unranked: bool = False

@@ -31,6 +31,8 @@ from eval import Policy, evaluate, lines_of, means, open_policy, write
 from losses import UNITS, advantages, denominators, policy_loss, resolve, spread, unit_weights
 from rollout import Rollout, demonstrations, rollout
 
+WATCH = ("reward", "slate_recall", "rank_ndcg", "invalid", "loss", "entropy", "grad_norm")  # in the progress bar
+
 
 def main(cfg: Config) -> dict[str, float]:
     """Run the experiment; returns the last evaluation on the valid split."""
@@ -50,7 +52,8 @@ def main(cfg: Config) -> dict[str, float]:
             f"{sum(p.numel() for p in policy.model.parameters()):,} parameters, {world} x {device.type}, steps {start}..{cfg.steps}")  # fmt: skip
 
     latest, stop = {}, Signals()
-    for step in tqdm(range(start, cfg.steps), cfg.method, initial=start, total=cfg.steps, disable=rank > 0 or not sys.stderr.isatty()):
+    bar = tqdm(range(start, cfg.steps), cfg.method, initial=start, total=cfg.steps, disable=rank > 0 or not sys.stderr.isatty())
+    for step in bar:
         began = time.perf_counter()
         batch = data.order(len(examples), cfg.seed, step, cfg.batch_size)[rank::world]
         picked = [examples[i] for i in batch]
@@ -77,6 +80,7 @@ def main(cfg: Config) -> dict[str, float]:
             metrics |= {f"valid/{k}": v for k, v in latest.items()} if not leaving else {}
         timing = {"seconds_sample": sampled - began, "seconds": time.perf_counter() - began}
         run.log(done, metrics, timing, picked, roll, scored)
+        bar.set_postfix({k: f"{metrics[k]:.3f}" for k in WATCH if k in metrics}, refresh=False)
         better = run.improves(metrics.get(f"valid/{cfg.best_metric}"))
         if done == cfg.steps or leaving or better or (cfg.save_every and done % cfg.save_every == 0):
             run.save(done, policy, optimizer, better)

@@ -126,6 +126,21 @@ def test_slate_items_without_a_rank_are_appended_only_if_asked_in_slate_order():
     assert pair(S, [M, A], append_unranked=True)[1] == pytest.approx(discount(3, 4) / discount(1, 2, 3))
 
 
+def test_entries_beyond_slate_size_and_rank_size_earn_nothing():
+    """Recall is earned by choice, not by writing on: the first n entries are the slate, repeats included."""
+    long = [A, M, H, T, R]
+    assert pair(long, [A], slate_size=5, rank_size=5)[0] == 1.0
+    for n, hits in ((4, 2), (3, 1), (2, 0)):
+        out = scored(write(long, [H, T, A, R]), slate_size=n, rank_size=2)
+        assert out.answers[0] == (long[:n], [i for i in (H, T, A, R) if i in long[:n]][:2])
+        assert out.reward[0, 0] == pytest.approx(hits / 3) and out.parts["invalid"] == [0.0]
+    assert pair([A, A, H], [H], slate_size=2, rank_size=2) == (0.0, 0.0)  # a repeat uses up a place; H is out, ranked or not
+    assert pair(long, [A, H, T], rank_size=1)[1] == 0 < pair(long, [A, H, T], rank_size=2)[1] < pair(long, [A, H, T])[1]
+    appended = scored(write(long, [M]), append_unranked=True, slate_size=4, rank_size=3)
+    assert appended.answers[0] == ([A, M, H, T], [M, A, H])
+    assert pair(long, ["No Such Film", D, H, A], rank_size=1)[1] > 0  # strangers use up no place
+
+
 def test_items_by_index_name_the_same_candidates_as_titles():
     """item_form index: #n is the n-th of the pool; a number out of it is an unknown item, not an error."""
     by_title = scored(write(S, [T, H]))

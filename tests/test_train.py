@@ -26,7 +26,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CPU = torch.device("cpu")
 TINY = """--show_pool false --demo_order chain --history 3 --slate_size 4 --rank_size 2 --max_prompt 32
 --max_new_tokens 24 --tokenizer line --layers 1 --width 32 --world_clusters 3 --world_items 5 --world_gold 2
---world_examples 64 --ndcg_k 2 --eval_k 1 2 --best_metric ndcg@2 --batch_size 4 --group_size 4 --eval_examples 4""".split()
+--world_examples 64 --ndcg_k 2 --eval_k 1 2 --best_metric ndcg@2 --batch_size 4 --group_size 4
+--eval_examples 4""".split()
 TIMES = ("seconds", "seconds_sample")
 
 

@@ -1,0 +1,322 @@
+"""Every table and figure: resumable arms (config x method x seed), then a report under results/.
+
+An arm is a train.py command and the evaluation of what it trained; it is done when its run folder holds the evaluation,
+and a stopped one goes on from its checkpoint. Independent arms run side by side, one thread each. ENTRIES at the end is
+the list. Left out: launching on a cluster (each arm prints its commands, which torchrun takes as they are).
+
+    python repro.py list
+    python repro.py run demo
+    python repro.py run world --jobs 2
+    python repro.py commands world
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from eval import compare, paired_bootstrap, read_rows, write
+
+RUNS, RESULTS = "runs", "results"
+
+
+@dataclass
+class Arm:
+    """One training run and its evaluation. name: folder under runs/ENTRY; after: the arm whose weights it starts from."""
+
+    name: str
+    flags: list[str]
+    after: str = ""
+    baseline: str = ""  # no training: evaluate random or popularity
+
+
+@dataclass
+class Entry:
+    """A table or figure: its configuration, its arms and the report that reads their run folders."""
+
+    what: str
+    config: str
+    arms: list[Arm]
+    report: Callable[["Entry", str], None]
+    seeds: list[int] = field(default_factory=lambda: [0])
+
+    def folder(self, name: str, arm: str, seed: int) -> str:
+        return os.path.join(RUNS, name, f"{arm}-{seed}")
+
+
+def commands(entry: Entry, name: str, arm: Arm, seed: int) -> list[list[str]]:
+    """The literal commands of an arm."""
+    folder = entry.folder(name, arm.name, seed)
+    base = ["--config", entry.config, "--run_dir", folder, "--seed", str(seed)]
+    if arm.baseline:
+        return [["eval.py", *base, "--baseline", arm.baseline]]
+    start = ["--init", entry.folder(name, arm.after, seed)] if arm.after else []
+    return [["train.py", *base, *start, *arm.flags], ["eval.py", "--init", folder]]
+
+
+def result_of(folder: str, arm: Arm) -> str:
+    return os.path.join(folder, "eval_test" + (f"_{arm.baseline}" if arm.baseline else "") + ".json")
+
+
+def run_arm(entry: Entry, name: str, arm: Arm, seed: int) -> None:
+    """Run what is missing of an arm; its output goes to output.txt in its run folder. Raises if a command fails."""
+    folder = entry.folder(name, arm.name, seed)
+    if os.path.exists(result_of(folder, arm)):
+        return
+    began = time.time()
+    for command in commands(entry, name, arm, seed):
+        if command[0] == "train.py":
+            checkpoints = os.path.join(folder, "checkpoints")
+            if os.path.isdir(checkpoints) and any(n.startswith("step-") for n in os.listdir(checkpoints)):
+                command = ["train.py", "--run_dir", folder, "--resume"]
+            elif os.path.isdir(folder):
+                shutil.rmtree(folder)  # stopped before its first checkpoint: nothing to keep
+        os.makedirs(os.path.dirname(folder), exist_ok=True)
+        with open(f"{folder}.txt", "a", encoding="utf-8") as out:
+            code = subprocess.run([sys.executable, *command], stdout=out, stderr=out).returncode
+        if code:
+            tail = open(f"{folder}.txt", encoding="utf-8").read().strip().splitlines()[-5:]
+            raise RuntimeError(f"{' '.join(command)} ended with {code}; see {folder}.txt:\n  " + "\n  ".join(tail))
+    print(f"  {arm.name} seed {seed}: done in {time.time() - began:.0f} s", flush=True)
+
+
+def state(entry: Entry, name: str, arm: Arm, seed: int) -> str:
+    """Where a running arm is, from its log; "" if it has not begun or is done."""
+    folder = entry.folder(name, arm.name, seed)
+    if arm.baseline or os.path.exists(result_of(folder, arm)) or not os.path.exists(os.path.join(folder, "log.jsonl")):
+        return ""
+    last = log_of(folder)[-1:]
+    shown = [f"{k} {last[0][k]:.2f}" for k in ("loss", "slate_recall", "rank_ndcg") if last and last[0].get(k)]
+    return f"{arm.name} seed {seed} step {last[0]['step']}: {', '.join(shown)}" if last else ""
+
+
+def run(name: str, jobs: int) -> None:
+    entry = ENTRIES[name]
+    todo = [(a, s) for s in entry.seeds for a in entry.arms if not os.path.exists(result_of(entry.folder(name, a.name, s), a))]
+    total = len(entry.arms) * len(entry.seeds)
+    print(f"{name}: {entry.what}; {total - len(todo)} of {total} arms are there already", flush=True)
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        started: dict[tuple[str, int], concurrent.futures.Future] = {}
+
+        def after(arm: Arm, seed: int) -> None:
+            if (first := started.get((arm.after, seed))) is not None:
+                first.result()
+            run_arm(entry, name, arm, seed)
+
+        # an arm is submitted after the one it starts from, so a waiting arm never holds the last worker
+        for arm, seed in todo:
+            started[arm.name, seed] = pool.submit(after, arm, seed)
+        try:
+            while concurrent.futures.wait(started.values(), 15, concurrent.futures.FIRST_EXCEPTION).not_done:
+                if any(f.done() and f.exception() for f in started.values()):
+                    break
+                if now := [s for a, s in ((a, state(entry, name, a, s)) for a, s in todo) if s]:
+                    print("  " + "; ".join(now), flush=True)
+            for f in started.values():
+                f.result()
+        except BaseException as e:
+            for f in started.values():
+                f.cancel()
+            sys.exit(f"{name} stopped: {e or type(e).__name__}\nrun the same command again to go on")
+    os.makedirs(RESULTS, exist_ok=True)
+    entry.report(entry, name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reports
+
+
+def rows_of(entry: Entry, name: str, arm: Arm, seed: int) -> list[dict]:
+    folder = entry.folder(name, arm.name, seed)
+    return read_rows(os.path.join(folder, f"eval_test_{arm.baseline}.jsonl") if arm.baseline else folder, "test")
+
+
+def log_of(folder: str) -> list[dict]:
+    with open(os.path.join(folder, "log.jsonl"), encoding="utf-8") as f:
+        return [json.loads(line) for line in f if line.endswith("\n")]
+
+
+def comparison(columns: list[str], pairs: list[tuple[str, str]]) -> Callable[[Entry, str], None]:
+    """Report: a table of test means with the spread over seeds, and paired differences of arms with intervals.
+
+    One seed: the interval resamples test examples. Several: it resamples seeds (each seed's mean difference is one unit),
+    because runs differ more than examples do.
+    """
+
+    def report(entry: Entry, name: str) -> None:
+        scores = {a.name: np.array([[np.mean([r["metrics"][c] for r in rows_of(entry, name, a, s)]) for c in columns]
+                                    for s in entry.seeds]) for a in entry.arms}  # fmt: skip
+        n = len(entry.seeds)
+        lines = [f"# {entry.what}", "", f"{entry.config}, test split, seeds {entry.seeds}, greedy decoding. "
+                 + ("Mean +- standard deviation over seeds." if n > 1 else ""), ""]  # fmt: skip
+        lines += ["| arm | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        for arm, x in scores.items():
+            cells = [f"{m:.3f}" + (f" +- {d:.3f}" if n > 1 else "") for m, d in zip(x.mean(0), x.std(0, ddof=1) if n > 1 else x[0])]
+            lines.append(f"| {arm} | " + " | ".join(cells) + " |")
+        lines += ["", "| difference | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        for a, b in pairs:
+            cells = []
+            for j, c in enumerate(columns):
+                if n > 1:
+                    d = paired_bootstrap(scores[a][:, j], scores[b][:, j])
+                    d = {"difference": d["mean_difference"], "difference_lo": d["lo"], "difference_hi": d["hi"]}
+                else:
+                    arms = {arm.name: arm for arm in entry.arms}
+                    d = compare(rows_of(entry, name, arms[a], entry.seeds[0]), rows_of(entry, name, arms[b], entry.seeds[0]), [c])[c]
+                cells.append(f"{d['difference']:+.3f} [{d['difference_lo']:+.3f}, {d['difference_hi']:+.3f}]")
+            lines.append(f"| {a} - {b} | " + " | ".join(cells) + " |")
+        text = "\n".join(lines) + "\n"
+        write(os.path.join(RESULTS, f"{name}.md"), text)
+        print("\n" + text)
+        curves(entry, name)
+        bars(entry, name, scores, columns)
+
+    return report
+
+
+def plots():
+    """matplotlib, or None with a word on how to get the figures."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        return plt
+    except ImportError:
+        print("no figures: pip install -r requirements-plots.txt")
+
+
+def curves(entry: Entry, name: str) -> None:
+    """Figure: reward parts of the sampled slates and rankings over training, per arm; band: range over seeds."""
+    plt = plots()
+    arms = [a for a in entry.arms if a.after]
+    if plt is None or not arms:
+        return
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    for ax, key, title in zip(axes, ("slate_recall", "rank_ndcg"), ("slate recall", "ranking NDCG")):
+        for arm in arms:
+            y = np.array([[r[key] for r in log_of(entry.folder(name, arm.name, s))] for s in entry.seeds])
+            w = max(1, y.shape[1] // 20)
+            y = np.array([np.convolve(v, np.ones(w) / w, "valid") for v in y])
+            x = np.arange(y.shape[1]) + w / 2
+            ax.plot(x, y.mean(0), label=arm.name)
+            if len(y) > 1:
+                ax.fill_between(x, y.min(0), y.max(0), alpha=0.2)
+        ax.set(xlabel="optimiser step", ylabel=f"{title} of samples", title=title)
+        ax.grid(alpha=0.3)
+    axes[0].legend()
+    path = os.path.join(RESULTS, f"{name}_curves.png")
+    figure.savefig(path, dpi=130)
+    print(f"figure: {path}")
+
+
+def bars(entry: Entry, name: str, scores: dict[str, np.ndarray], columns: list[str]) -> None:
+    """Figure: test Recall@k of every arm; whisker: 95 % interval over examples (one seed) or range over seeds."""
+    plt = plots()
+    ks = [c for c in columns if c.startswith("recall@")]
+    if plt is None or not ks:
+        return
+    figure, ax = plt.subplots(figsize=(7, 3.8), layout="constrained")
+    width = 0.8 / len(scores)
+    for i, arm in enumerate(entry.arms):
+        x = scores[arm.name][:, [columns.index(k) for k in ks]]
+        if len(x) > 1:
+            err = [x.mean(0) - x.min(0), x.max(0) - x.mean(0)]
+        else:
+            c = compare(rows_of(entry, name, arm, entry.seeds[0]), names=ks)
+            err = [[c[k]["value"] - c[k]["lo"] for k in ks], [c[k]["hi"] - c[k]["value"] for k in ks]]
+        ax.bar(np.arange(len(ks)) + i * width, x.mean(0), width, yerr=err, capsize=3, label=arm.name)
+    ax.set_xticks(np.arange(len(ks)) + 0.4 - width / 2, [k.replace("recall", "Recall") for k in ks])
+    ax.set(ylabel="test recall of the ranking", title="Recall@k")
+    ax.legend()
+    ax.grid(axis="y", alpha=0.3)
+    path = os.path.join(RESULTS, f"{name}_recall.png")
+    figure.savefig(path, dpi=130)
+    print(f"figure: {path}")
+
+
+def coloured(text: str, tags: list[str], gold: dict[str, float]) -> str:
+    """A completion for the terminal: slate green, ranking blue, delimiters grey, gold items bold with their utility."""
+    colour, now, out = {tags[0]: "32", tags[2]: "34"}, "90", []
+    for line in text.splitlines():
+        if line.strip() in tags:
+            now = colour.get(line.strip(), "90")
+            out.append(f"\033[90m{line}\033[0m")
+        else:
+            mark = f"   <- gold, utility {gold[line]:g}" if line in gold else ""
+            out.append(f"\033[{'1;' if mark else ''}{now}m  {line}{mark}\033[0m")
+    return "\n".join(out)
+
+
+def demo_report(entry: Entry, name: str) -> None:
+    """The comparison, and one test example as the arms answer it, coloured by phase."""
+    import data
+    from config import parse
+
+    comparison(["recall@1", "recall@3", "recall@5", "ndcg@3", "slate_recall", "invalid", "duplicates"],
+               [("fgrpo", "sft"), ("grpo", "sft"), ("fgrpo", "grpo")])(entry, name)  # fmt: skip
+    cfg = parse(["--config", os.path.join(entry.folder(name, "fgrpo", 0), "config.yaml")])
+    example = data.load(cfg, "test").examples[0]
+    print(f"\nOne test example. {example.prompt.strip()}\nGold: {', '.join(example.gold)}")
+    for arm in entry.arms:
+        row = next(r for r in rows_of(entry, name, arm, 0) if r["id"] == example.id)
+        print(f"\n{arm.name} (slate recall {row['metrics']['slate_recall']:.2f}, NDCG@3 {row['metrics']['ndcg@3']:.2f})")
+        print(coloured(row["text"], cfg.tags, example.gold))
+    print(f"\ntable: {RESULTS}/{name}.md; delete {RUNS}/{name} to train again")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The list
+
+SFT = ["--method", "sft", "--steps", "400", "--batch_size", "64", "--lr", "1e-3", "--schedule", "linear"]
+WORLD = "configs/demo.yaml"
+
+ENTRIES = {
+    # The paper's GRPO baseline divides by no standard deviation: that is the row dr_grpo, one column away from fgrpo.
+    "demo": Entry(
+        "SFT, GRPO (row dr_grpo) and F-GRPO on the built-in world", WORLD,
+        [Arm("sft", SFT), Arm("grpo", ["--method", "dr_grpo"], "sft"), Arm("fgrpo", ["--method", "fgrpo"], "sft")],
+        demo_report),
+    "world": Entry(
+        "SFT, GRPO, Dr.GRPO, F-GRPO and F-GRPO with causal credit on the built-in world", WORLD,
+        [Arm("popularity", [], baseline="popularity"), Arm("sft", SFT), Arm("grpo", ["--method", "grpo"], "sft"),
+         Arm("dr_grpo", ["--method", "dr_grpo"], "sft"), Arm("fgrpo", ["--method", "fgrpo"], "sft"),
+         Arm("fgrpo-causal", ["--method", "fgrpo", "--credit", "causal"], "sft")],
+        comparison(["recall@1", "recall@3", "recall@5", "ndcg@3", "slate_recall"],
+                   [("fgrpo", "sft"), ("fgrpo", "dr_grpo"), ("fgrpo-causal", "fgrpo"), ("fgrpo-causal", "dr_grpo")]),
+        seeds=[0, 1, 2, 3, 4]),
+}  # fmt: skip
+
+
+def main(argv: list[str]) -> None:
+    p = argparse.ArgumentParser(description="Tables and figures; see the head of this file.")
+    p.add_argument("action", choices=["list", "run", "commands"])
+    p.add_argument("entry", nargs="?", default="all", choices=["all", *ENTRIES])
+    p.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="arms side by side, one thread each (default: cores)")
+    args = p.parse_args(argv)
+    if args.jobs < 1:
+        p.error("--jobs must be at least 1")
+    names = list(ENTRIES) if args.entry == "all" else [args.entry]
+    for name in names:
+        entry = ENTRIES[name]
+        if args.action == "list":
+            print(f"{name:12} {entry.what} ({len(entry.arms)} arms x {len(entry.seeds)} seeds)")
+        elif args.action == "commands":
+            for seed in entry.seeds:
+                for arm in entry.arms:
+                    print("\n".join("python " + " ".join(c) for c in commands(entry, name, arm, seed)))
+        else:
+            run(name, args.jobs)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
