@@ -196,8 +196,10 @@ class Config:
     format_penalty: float = -1.0
     """Reward of a malformed completion, in every phase."""
     format_scope: str = "all"
-    """Tokens that a malformed completion trains: all (under phases: but delimiters and the stop token, which a
-    well-formed one does not train either), or none (it still counts in the group's mean)."""
+    """Tokens that a malformed completion trains: all, or none (it still counts in the group's mean)."""
+    train_delimiters: bool = False
+    """Phases: also train tags and stop token, as part of the phase they end. False, as in the paper: a phase's own words
+    only; then the choice to end a phase gets blame where it breaks the format but never credit."""
     strict_rank: bool = False
     """A ranking with an entry outside the slate, or twice the same, is malformed. False: the entry is skipped."""
     append_unranked: bool = False

@@ -192,19 +192,12 @@ def phase_units(pieces: list[bytes], text: str, spans: list[tuple[int, int] | No
     return units
 
 
-def blame(pieces: list[bytes], text: str, tags: list[str]) -> list[int]:
-    """Units of a malformed two-phase completion: 1 on all its tokens but delimiters and the stop token.
-
-    A well-formed completion gives those no credit; blaming them here would only ever push them down, and the format would
-    be unlearned by its own penalty.
-    """
-    spans = [m.span() for t in tags for m in re.finditer(re.escape(t), text)]
-    edges = [tuple(len(text[:i].encode("utf-8", "surrogateescape")) for i in s) for s in spans]
-    units, start = [], 0
+def halves(pieces: list[bytes], tags: list[str]) -> list[int]:
+    """Unit of every token, delimiters and stop token included: 1 up to the end of the first slate close, then 2."""
+    close, units, seen = tags[1].encode(), [], b""
     for piece in pieces:
-        end = start + len(piece)
-        units.append(int(bool(piece) and not any(start < b and a < end for a, b in edges)))
-        start = end
+        units.append(2 if close in seen else 1)
+        seen += piece
     return units
 
 
@@ -329,7 +322,8 @@ def score(roll, examples: list, pieces: list[bytes], cfg, unit: str) -> Scored:
     """Parse and score every completion of a rollout; examples[roll.group[b]] is the request of row b.
 
     sequence: R_joint = R_slate + lambda R_rank on all sampled tokens (GRPO). phase: R_slate on slate tokens, R_rank on
-    ranking tokens (F-GRPO). A malformed completion gets format_penalty in place of both rewards; see blame().
+    ranking tokens (F-GRPO). A malformed completion gets format_penalty in place of both rewards, on all of
+    its tokens (format_scope).
     """
     names = names_of(examples)
     prefixes = [[]] * len(roll.group)
@@ -347,14 +341,16 @@ def score(roll, examples: list, pieces: list[bytes], cfg, unit: str) -> Scored:
         scores = slate_scores(slate, example.gold)
         r_slate, r_rank = rewards_of(slate, ranking, example.gold, cfg) if parsed.valid else (cfg.format_penalty,) * 2
         reward = [r_slate + cfg.lam * r_rank] if unit == "sequence" else [r_slate, r_rank]
+        all_pieces = [*prefixes[b], *own]
         if not parsed.valid and cfg.format_scope == "none":
-            units = [0] * len(own)
+            units = [0] * len(all_pieces)
         elif unit == "sequence":
-            units = [1] * len(own)
-        elif not parsed.valid:
-            units = blame([*prefixes[b], *own], text, cfg.tags)[len(prefixes[b]) :]
+            units = [1] * len(all_pieces)
+        elif cfg.train_delimiters or not parsed.valid:
+            units = halves(all_pieces, cfg.tags)
         else:
-            units = phase_units([*prefixes[b], *own], text, [parsed.slate_span, parsed.rank_span])[len(prefixes[b]) :]
+            units = phase_units(all_pieces, text, [parsed.slate_span, parsed.rank_span])
+        units = units[len(prefixes[b]) :]
         unit_ids[b, : len(own)] = torch.tensor(units, dtype=torch.long)
         rewards.append(reward)
         texts.append(text)

@@ -14,7 +14,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from test_train import CPU, ROOT, go, lines, same, settings, warm, weights
+from test_train import CPU, ROOT, go, lines, on_cpu, same, settings, warm, weights  # noqa: F401
 
 import data
 import eval as evaluation
@@ -34,9 +34,10 @@ TIMEOUT = 100  # seconds for everything under torchrun: a hang is the usual fail
 def record(folder, sft: str, rank: int, ranks: int) -> dict[str, dict]:
     """Make the runs in `folder`; what this rank saw of each: samples and rewards, micro-batches, evaluated rows."""
     seen = {}
-    score, micro_batches, evaluate = train.rewards.score, train.micro_batches, train.evaluate
+    score, micro_batches = train.rewards.score, train.micro_batches
+    evaluate, rollout = train.evaluate, evaluation.rollout
     for name, text in RUNS.items():
-        now = seen[name] = {"samples": [], "micro": [], "rows": []}
+        now = seen[name] = {"samples": [], "micro": [], "rows": [], "asked": []}
 
         def scored(roll, examples, pieces, cfg, unit, now=now):
             out = score(roll, examples, pieces, cfg, unit)
@@ -51,6 +52,10 @@ def record(folder, sft: str, rank: int, ranks: int) -> dict[str, dict]:
             now["micro"].append([len(rows) for rows in out])
             return out
 
+        def asked(*args, now=now, **kwargs):
+            now["asked"].append(len(args[1]))
+            return rollout(*args, **kwargs)
+
         def looked(*args, now=now):
             now["rows"].append(evaluate(*args))
             return now["rows"][-1]
@@ -59,6 +64,7 @@ def record(folder, sft: str, rank: int, ranks: int) -> dict[str, dict]:
             patch.setattr(train.rewards, "score", scored)
             patch.setattr(train, "micro_batches", cut)
             patch.setattr(train, "evaluate", looked)
+            patch.setattr(evaluation, "rollout", asked)
             train.main(parse(settings(os.path.join(folder, name), text.replace("SFT", sft)), ranks))
     return seen
 
@@ -107,12 +113,12 @@ def under_torchrun(folder: str, one: str, sft: str) -> None:
     order = data.order
 
     def interrupted(n, seed, step, batch_size):
-        if rank == 1 and step == 1:
+        if rank == 1 and step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return order(n, seed, step, batch_size)
 
     data.order = interrupted
-    go(os.path.join(folder, "interrupted"), "--method sft --steps 50")
+    go(os.path.join(folder, "interrupted"), "--method sft --steps 50 --lr 0 --eval_every 1 --eval_examples 2")
     torch.save(seen, os.path.join(folder, f"rank{rank}.pt"))
     dist.destroy_process_group()
 
@@ -215,6 +221,7 @@ def test_two_ranks_evaluate_what_one_evaluates(both):
     assert [len(rows) for rows in ours] == [5, 5] and ours == ranks[0]["fgrpo"]["rows"] == ranks[1]["fgrpo"]["rows"]
     assert [row["id"] for row in ours[0]] == sorted((row["id"] for row in ours[0]), key=lambda i: int(i.split("-")[1]))
     assert ranks[0]["sft"]["rows"] == alone["sft"]["rows"]
+    assert [r["fgrpo"]["asked"] for r in (alone, *ranks)] == [[5, 5], [3, 3], [2, 2]]
     values = [row["valid/ndcg@2"] for row in lines(os.path.join(two, "fgrpo"))]
     assert values[1] <= values[0], "the second evaluation was better: no disagreement was possible"
     for run in (one, two):
@@ -246,11 +253,12 @@ def test_a_checkpoint_of_two_ranks_continues_on_one_and_the_other_way_round(both
 
 
 def test_a_signal_to_one_rank_stops_all(both):
-    """Rank 1 alone was asked to stop, in its second step: both finish it, and rank 0 saves."""
+    """Rank 1 alone was asked to stop, in its third step: both finish it, and rank 0 saves. The evaluation of the second
+    step was no better than the first: had the ranks not agreed on that, one alone would have begun to save."""
     _, two, _, _, _ = both
     run = os.path.join(two, "interrupted")
-    assert [row["step"] for row in lines(run)] == [1, 2]
-    assert os.listdir(os.path.join(run, "checkpoints")) == ["step-000002"]
+    assert [row["step"] for row in lines(run)] == [1, 2, 3]
+    assert sorted(os.listdir(os.path.join(run, "checkpoints"))) == ["best", "step-000001", "step-000003"]
 
 
 def test_a_run_folder_that_holds_a_run_is_refused_by_every_rank(both):

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from test_train import CPU, TINY, go, lines, warm
+from test_train import CPU, TINY, go, lines, on_cpu, warm  # noqa: F401
 
 import data
 import eval as evaluation
@@ -44,8 +44,9 @@ def test_metrics_agree_with_torchmetrics_on_random_lists():
         found = rng.choice(pool, int(rng.integers(1, min(6, len(pool)))), replace=False)
         gold = {str(i): float(rng.integers(1, 5)) for i in found}
         ranked = [str(i) for i in rng.permutation(pool)[: int(rng.integers(0, len(pool) + 1))]]
-        if trial % 5 == 0 and len(ranked) > 2:
-            ranked.insert(int(rng.integers(1, len(ranked))), ranked[0])  # said twice
+        if trial % 3 == 0 and ranked:  # something said twice, a gold item if there is one
+            twice = next((i for i, item in enumerate(ranked) if item in gold), 0)
+            ranked.insert(int(rng.integers(twice + 1, len(ranked) + 1)), ranked[twice])
         order, seen = [], set()
         for item in ranked:
             order.append(gold.get(item, 0.0) * (item not in seen))
@@ -184,6 +185,8 @@ def test_a_random_order_finds_one_of_twenty_in_five_places_a_quarter_of_the_time
     harmonic = sum(1 / (20 * i) for i in range(1, 6))  # a list of five places
     assert out["mrr"] == pytest.approx(harmonic, abs=0.03)
     assert evaluation.baseline_rows("random", split, cfg) == rows
+    pools = [(e.candidates, sorted(e.candidates), list(e.gold)) for e in split.examples]
+    assert not any(row["ranking"] == order[:5] for row, orders in zip(rows, pools) for order in orders)
 
 
 def test_popularity_ranks_by_training_counts_and_ties_by_the_pool():
@@ -240,12 +243,16 @@ def write(folder: str, text: str) -> str:
     return path
 
 
-def test_evaluation_at_the_end_of_a_run_is_that_of_the_command(rl, capsys):
+def test_evaluation_at_the_end_of_a_run_is_that_of_the_command(rl, monkeypatch):
     """The numbers watched in training and the ones reported later come from one pass with the same limits (F59)."""
+    limits, sample = [], evaluation.rollout
+    monkeypatch.setattr(evaluation, "rollout", lambda *a, **k: limits.append((a[2], k)) or sample(*a, **k))
     last = {k[6:]: v for k, v in lines(rl)[-1].items() if k.startswith("valid/")}
     out = evaluation.main(["--init", rl, "--split", "valid"])
     rows = lines(rl, "eval_valid.jsonl")
     assert evaluation.means(rows[:4]) == pytest.approx(last) and set(out) == set(last)
+    ((samples, kwargs),) = limits
+    assert (samples, kwargs["max_new_tokens"], kwargs["temperature"], kwargs["prefix"]) == (1, 24, 0, [])
 
 
 def test_the_command_scores_baselines_without_a_model(tmp_path, capsys, monkeypatch):

@@ -315,15 +315,41 @@ BROKEN = {
 }
 
 
+def in_halves(ids: list[int], pieces: list[bytes], before=b"") -> list[int]:
+    """Every token has a phase: the first that starts behind the first slate close, and all after it, have the second."""
+    raw = before + b"".join(pieces[i] for i in ids)
+    end = raw.find(TAGS[1].encode()) + len(TAGS[1]) if TAGS[1].encode() in raw else len(raw) + 1
+    starts = [len(before) + sum(len(pieces[i]) for i in ids[:n]) for n in range(len(ids))]
+    return [2 if start >= end else 1 for start in starts]
+
+
 @pytest.mark.parametrize("error, text", BROKEN.items())
-@pytest.mark.parametrize("unit", ("phase", "sequence"))
-def test_a_malformed_completion_trains_all_of_its_tokens_or_none(error, text, unit):
-    """format_scope, for every method: the penalty reaches each sampled token, the stop token too, or not one."""
-    tokenizer = lm.build_tokenizer("byte", [])
+@pytest.mark.parametrize("kind", ("byte", "word", "llama2"))
+def test_a_malformed_completion_trains_all_of_its_tokens_or_none(error, text, kind):
+    """format_scope: the penalty reaches each sampled token, tags and stop token too, each in its phase, or not one."""
+    tokenizer = sentencepiece(kind) if kind == "llama2" else lm.build_tokenizer(kind, [text])
     assert rewards.parse(text, TAGS).error == error
-    ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-    assert units_of(ids, tokenizer, unit, format_scope="all") == [1] * len(ids)
-    assert units_of(ids, tokenizer, unit, format_scope="none") == [0] * len(ids)
+    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    want = in_halves(ids, pieces_of(tokenizer))
+    assert units_of(ids, tokenizer, "phase", format_scope="all") == want
+    assert want[0] == 1 and want[-1] == (2 if TAGS[1] in text else 1)
+    assert units_of(ids, tokenizer, "sequence", format_scope="all") == [1] * len(ids)
+    for unit in ("phase", "sequence"):
+        assert units_of(ids, tokenizer, unit, format_scope="none") == [0] * len(ids)
+
+
+@pytest.mark.parametrize("kind", ("byte", "word", "line", "llama2"))
+def test_tags_and_stop_token_belong_to_the_phase_that_they_end_if_they_are_trained(kind):
+    """train_delimiters: no token is left out; those of a phase's own words keep their unit."""
+    tokenizer = sentencepiece(kind) if kind == "llama2" else lm.build_tokenizer(kind, [WELL_FORMED])
+    ids = [*tokenizer(WELL_FORMED, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    pieces = pieces_of(tokenizer)
+    own, every = (units_of(ids, tokenizer, train_delimiters=t) for t in (False, True))
+    assert every == in_halves(ids, pieces) == sorted(every) and every[-1] == 2
+    assert all(b == a for a, b in zip(own, every) if a) and 0 in own
+    text = [b"".join(pieces[i] for i, u in zip(ids, every) if u == unit).decode() for unit in (1, 2)]
+    assert "".join(text) == join([pieces[i] for i in ids]) and TAGS[1] in text[0] and TAGS[2] in text[1]
+    assert units_of(ids, tokenizer, "sequence", train_delimiters=True) == [1] * len(ids)
 
 
 @pytest.mark.parametrize("unit", ("phase", "sequence"))
@@ -337,7 +363,10 @@ def test_completions_without_words_are_malformed_and_cannot_break_anything(unit,
     cfg = Config(format_scope=scope, format_penalty=-0.5)
     scored = score(roll, [example()] * 5, token_bytes(tokenizer), cfg, unit)
     assert scored.texts == ["", "", "".join(TAGS), "", ""]
-    assert torch.equal(scored.unit_ids, roll.mask.long() * (scope == "all"))
+    want = roll.mask.long() * (scope == "all")
+    if unit == "phase":
+        want[2] = torch.where(want[2] > 0, torch.tensor(in_halves(roll.tokens[2].tolist(), token_bytes(tokenizer))), 0)
+    assert torch.equal(scored.unit_ids, want)
     assert (scored.reward == (-0.5 if unit == "phase" else -1.0)).all() and scored.valid.all()
     assert scored.parts["invalid"] == [1.0] * 5 and scored.parts["length"] == [1, 3, len(tags) + 1, 3, 0]
     assert all(a == ([], []) for a in scored.answers)
@@ -378,7 +407,11 @@ def test_a_completion_is_read_behind_its_forced_prefix_which_is_not_trained():
     scored = score(rolled(ids), [example()], token_bytes(tokenizer), cfg, "phase")
     assert scored.texts == [WELL_FORMED] and scored.reward.tolist() == [[1.0, 1.0]] and scored.parts["length"] == [len(ids)]
     assert units_of(rest, tokenizer, "sequence", prefix=prefix) == [1] * len(ids)
-    assert units_of(rest, tokenizer) == [1] * len(ids)  # without the prefix it is malformed
+    assert units_of(rest, tokenizer) == in_halves(ids, pieces_of(tokenizer))  # without the prefix it is malformed
+    every = units_of(rest, tokenizer, prefix=prefix, train_delimiters=True)
+    assert every == in_halves(ids, pieces_of(tokenizer), prefix.encode())
+    slate = WELL_FORMED[: WELL_FORMED.index(TAGS[2])]  # the whole slate is forced, the ranking is malformed
+    assert units_of("é", tokenizer, prefix=slate) == [2, 2]
 
 
 def test_masks_are_of_the_sampled_ids_even_where_the_text_would_be_cut_otherwise():

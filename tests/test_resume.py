@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from test_train import contents, go, lines, settings, warm, weights
+from test_train import contents, go, lines, on_cpu, settings, warm, weights  # noqa: F401
 
 import data
 import train

@@ -31,6 +31,15 @@ TINY = """--show_pool false --demo_order chain --history 3 --slate_size 4 --rank
 TIMES = ("seconds", "seconds_sample")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu():
+    """These tests compare numbers: on a GPU machine too they run on the CPU, child processes included."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        yield
+
+
 def settings(run, text: str) -> list[str]:
     """Flags of a tiny run in the folder `run`; later ones win."""
     return [*TINY, *text.split(), "--run_dir", str(run)]
@@ -417,6 +426,16 @@ def test_learning_rates_follow_the_schedule(tmp_path):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Signals
+
+
+def test_a_second_ctrl_c_stops_at_once(capsys):
+    signals = train.Signals()
+    signals.ask(signal.SIGTERM, None)
+    signals.ask(signal.SIGTERM, None)  # schedulers repeat themselves
+    assert signals.asked and "Ctrl-C again" in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        signals.ask(signal.SIGINT, None)
+    signals.restore()
 
 
 def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path):
