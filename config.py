@@ -75,7 +75,8 @@ class Config:
     rank_form: str = "item"
     """How a demonstrated ranking names an item: item (as in the slate) or position (1-based, in the slate)."""
     demo_order: str = "shuffled"
-    """Order of a demonstrated slate: shuffled, gold_first, or chain (built-in world: each item follows the last)."""
+    """Order of a demonstrated slate: shuffled, gold_first, pool (as listed: a model from scratch learns to copy much
+    faster), or chain (built-in world: each item follows the last)."""
     template: str = "terse"
     """Prompt wording: terse (models built from scratch) or instruct (pretrained ones)."""
     tags: list[str] = field(default_factory=lambda: ["<SLATE>", "</SLATE>", "<RANK>", "</RANK>"])
@@ -236,7 +237,7 @@ CHOICES = {  # fields whose value is one word of a short list; checked before an
     "negatives": ["uniform", "popularity"],
     "item_form": ["title", "index"],
     "rank_form": ["item", "position"],
-    "demo_order": ["shuffled", "gold_first", "chain"],
+    "demo_order": ["shuffled", "gold_first", "pool", "chain"],
     "template": ["terse", "instruct"],
     "tokenizer": ["word", "line", "byte"],
     "dtype": ["auto", "float32", "bfloat16"],
@@ -254,9 +255,13 @@ CHOICES = {  # fields whose value is one word of a short list; checked before an
     "baseline": ["", "random", "popularity"],
 }
 AT_LEAST = {  # smallest allowed value
-    **dict.fromkeys("steps history slate_size rank_size max_prompt layers group_size max_new_tokens kv_tokens".split(), 1),
+    **dict.fromkeys(
+        "steps history slate_size rank_size max_prompt layers group_size max_new_tokens kv_tokens".split(), 1
+    ),
     **dict.fromkeys("batch_size micro_tokens mu ndcg_k world_gold world_examples keep".split(), 1),
-    **dict.fromkeys("seed data_seed max_examples warmup log_samples eval_every eval_examples save_every ddof".split(), 0),
+    **dict.fromkeys(
+        "seed data_seed max_examples warmup log_samples eval_every eval_examples save_every ddof".split(), 0
+    ),
     **dict.fromkeys("temperature lr min_lr weight_decay grad_clip beta lam adv_eps world_noise world_slack".split(), 0),
     **dict.fromkeys("eval_temperature min_rating".split(), 0),
     **dict.fromkeys("pool_size world_clusters world_items".split(), 2),
@@ -316,13 +321,17 @@ def check(cfg: Config, world_size: int = 1) -> Config:
     if cfg.world_noise > 1:
         fail(f"--world_noise {cfg.world_noise} is a probability: at most 1")
     if cfg.clip_low >= 1 or (cfg.clip_low < 0 and cfg.clip_low != -1) or (cfg.clip_high < 0 and cfg.clip_high != -1):
-        fail(f"--clip_low {cfg.clip_low} --clip_high {cfg.clip_high}: ranges are offsets from 1, and clip_low is below 1")
+        fail(
+            f"--clip_low {cfg.clip_low} --clip_high {cfg.clip_high}: ranges are offsets from 1, and clip_low is below 1"
+        )
     if not cfg.eval_k or min(cfg.eval_k) < 1:
         fail("--eval_k needs cutoffs of at least 1")
     names = [f"{m}@{k}" for m in ("recall", "precision", "hit", "ndcg", "mrr") for k in cfg.eval_k]
     names += ["mrr", "slate_recall", "slate_precision"]
     if cfg.best_metric not in names:
-        fail(f"--best_metric {cfg.best_metric!r} is not evaluated; nearest: {difflib.get_close_matches(cfg.best_metric, names, 1, 0)[0]!r}")
+        fail(
+            f"--best_metric {cfg.best_metric!r} is not evaluated; nearest: {difflib.get_close_matches(cfg.best_metric, names, 1, 0)[0]!r}"
+        )
     if cfg.width % 32:
         fail(f"--width {cfg.width} is not a multiple of the head size 32")
     return cfg
@@ -354,7 +363,11 @@ def parser() -> Parser:
     p = Parser(description="Every field of Config; a YAML file may set any of them.", allow_abbrev=False,
                formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
     body = ast.parse(inspect.getsource(Config)).body[0].body
-    docs = {a.target.id: " ".join(b.value.value.split()) for a, b in itertools.pairwise(body) if isinstance(a, ast.AnnAssign)}
+    docs = {
+        a.target.id: " ".join(b.value.value.split())
+        for a, b in itertools.pairwise(body)
+        if isinstance(a, ast.AnnAssign)
+    }
     words = {"methods": ", ".join(METHODS), "aggregates": ", ".join(AGGREGATES)}
     fields, group = {f.name: f for f in dataclasses.fields(Config)}, p
     for node in body:
@@ -413,7 +426,11 @@ def parse(argv: list[str] | None = None, world_size: int = 1) -> Config:
                 p.unknown(str(key))
             values = value if isinstance(value, list) else [value]
             many = Config.__dataclass_fields__[key].type in (list[str], list[int])
-            if value is None or (isinstance(value, list) and not many) or any(isinstance(v, (dict, list)) for v in values):
+            if (
+                value is None
+                or (isinstance(value, list) and not many)
+                or any(isinstance(v, (dict, list)) for v in values)
+            ):
                 p.error(f"key {key!r} needs a plain value, not {value!r}")
             flags += [f"--{key}={v}" for v in values] if len(values) == 1 else [f"--{key}", *map(str, values)]
         p.set_defaults(**vars(p.parse_args(flags)))

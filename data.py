@@ -112,6 +112,8 @@ def demonstrate(cfg: Config, candidates: list[str], gold: dict[str, float], rng)
     slate = (best + rest)[: cfg.slate_size]
     if cfg.demo_order == "shuffled":
         rng.shuffle(slate)
+    elif cfg.demo_order == "pool":
+        slate.sort(key=candidates.index)
     ranking = [i for i in best if i in slate] + [i for i in slate if i not in gold]
     return write_demo(cfg, candidates, slate, ranking[: cfg.rank_size])
 
@@ -695,7 +697,9 @@ def fit(split: Split, tokenizer, cfg: Config) -> tuple[list[Example], list[list[
     if len(kept) < len(pairs):
         split.dropped["prompt longer than --max_prompt"] = len(pairs) - len(kept)
     if not kept:
-        fail(f"--max_prompt {cfg.max_prompt}: every prompt is longer (the shortest has {min(len(i) for _, i in pairs)} tokens)")
+        fail(
+            f"--max_prompt {cfg.max_prompt}: every prompt is longer (the shortest has {min(len(i) for _, i in pairs)} tokens)"
+        )
     return [e for e, _ in kept], [ids for _, ids in kept]
 
 

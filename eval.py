@@ -96,7 +96,9 @@ def open_policy(cfg: Config, examples: list, device: torch.device) -> Policy:
     """Load or build model and tokenizer for the configuration."""
     tokenizer = lm.load_tokenizer(cfg, examples)
     model = lm.load(cfg, tokenizer, device)
-    return Policy(model, tokenizer, rewards.token_bytes(tokenizer), lm.stop_ids(model, tokenizer), lm.compute_dtype(cfg, device))
+    return Policy(
+        model, tokenizer, rewards.token_bytes(tokenizer), lm.stop_ids(model, tokenizer), lm.compute_dtype(cfg, device)
+    )
 
 
 def metrics_of(example, slate: list[str], ranking: list[str], cfg: Config) -> dict[str, float]:
@@ -121,7 +123,12 @@ def evaluate(policy: Policy, examples: list, prompts: list[list[int]], cfg: Conf
             for j, i in enumerate(at):
                 extra = {k: scored.parts[k][j] for k in ("invalid", "duplicates", "out_of_pool", "length", "finished")}
                 metrics = {**metrics_of(examples[i], *scored.answers[j], cfg), **extra}
-                rows[i] = {"id": examples[i].id, "text": scored.texts[j], "ranking": scored.answers[j][1], "metrics": metrics}
+                rows[i] = {
+                    "id": examples[i].id,
+                    "text": scored.texts[j],
+                    "ranking": scored.answers[j][1],
+                    "metrics": metrics,
+                }
     if world > 1:
         parts = [None] * world
         dist.all_gather_object(parts, rows)
@@ -177,7 +184,10 @@ def compare(rows: list[dict], other: list[dict] | None = None, names: list[str] 
 
 
 def table(result: dict[str, dict]) -> str:
-    lines = [f"{'metric':18}{'value':>9}  95 % interval" + ("      against  difference" if any("against" in v for v in result.values()) else "")]
+    lines = [
+        f"{'metric':18}{'value':>9}  95 % interval"
+        + ("      against  difference" if any("against" in v for v in result.values()) else "")
+    ]
     for k, v in result.items():
         line = f"{k:18}{v['value']:9.4f}  [{v['lo']:.4f}, {v['hi']:.4f}]"
         if "against" in v:
@@ -220,7 +230,9 @@ def main(argv: list[str]) -> dict[str, dict]:
         examples, prompts = data.fit(split, policy.tokenizer, cfg)
         rows = evaluate(policy, examples, prompts, cfg, progress=sys.stderr.isatty())
     if other is not None and (gone := {r["id"] for r in rows} - {r["id"] for r in other}):
-        fail(f"--against {cfg.against}: it lacks {len(gone)} of {len(rows)} examples, such as {min(gone)}; evaluate both on the same data")
+        fail(
+            f"--against {cfg.against}: it lacks {len(gone)} of {len(rows)} examples, such as {min(gone)}; evaluate both on the same data"
+        )
     result = compare(rows, other)
     name = f"eval_{cfg.split}" + (f"_{cfg.baseline}" if cfg.baseline else "")
     os.makedirs(cfg.run_dir, exist_ok=True)

@@ -64,9 +64,7 @@ def resolve(cfg) -> Method:
 # Rewards -> advantages
 
 
-def advantages(
-    reward: Tensor, valid: Tensor, group: Tensor, baseline="mean", scale="none", eps=1e-4, ddof=1
-) -> Tensor:
+def advantages(reward: Tensor, valid: Tensor, group: Tensor, baseline="mean", scale="none", eps=1e-4, ddof=1) -> Tensor:
     """Group-relative advantage of each unit, (B,U) -> (B,U); units are normalised apart.
 
     reward (B,U); valid (B,U) bool, False = cannot be scored; group (B,) int, rows of one prompt share it, in any order.

@@ -132,6 +132,7 @@ def build(cfg: Config, tokenizer) -> nn.Module:
         vocab_size=len(tokenizer), hidden_size=cfg.width, intermediate_size=3 * cfg.width,
         num_hidden_layers=cfg.layers, num_attention_heads=heads, num_key_value_heads=heads, head_dim=32,
         max_position_embeddings=cfg.max_prompt + cfg.max_new_tokens, tie_word_embeddings=cfg.tie,
+        initializer_range=cfg.width**-0.5,  # logits of unit size at the start: copying a title is then a small step
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     ))  # fmt: skip
 
@@ -147,7 +148,9 @@ def load(cfg: Config, tokenizer, device: torch.device) -> nn.Module:
     model.set_attn_implementation(attention_of(cfg, device))
     longest = getattr(model.config, "max_position_embeddings", math.inf)
     if cfg.max_prompt + cfg.max_new_tokens > longest:
-        fail(f"--max_prompt {cfg.max_prompt} + --max_new_tokens {cfg.max_new_tokens} exceed the model's {longest} positions")
+        fail(
+            f"--max_prompt {cfg.max_prompt} + --max_new_tokens {cfg.max_new_tokens} exceed the model's {longest} positions"
+        )
     if cfg.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return no_dropout(model).to(device)
@@ -177,7 +180,9 @@ def token_logp(logits: Tensor, tokens: Tensor, temperature: float, entropy=False
     logits[..., t, :] predict tokens[..., t]; no further shift. Half-precision log_softmax is off by up to 0.07 nats at
     150k words (F07). Entropy carries no gradient. Temperature 0 (greedy) reads as 1.
     """
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / (temperature or 1.0)  # a copy: logits stay as they are
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / (
+        temperature or 1.0
+    )  # a copy: logits stay as they are
     all_logp = z.log_softmax(-1)
     logp = all_logp.gather(-1, tokens[..., None]).squeeze(-1)
     if not entropy:

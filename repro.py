@@ -47,6 +47,7 @@ class Entry:
     arms: list[Arm]
     report: Callable[["Entry", str], None]
     seeds: list[int] = field(default_factory=lambda: [0])
+    needs: str = ""  # files that must lie in $DATA_DIR or data/; skipped with a word where they do not
 
     def folder(self, name: str, arm: str, seed: int) -> str:
         return os.path.join(RUNS, name, f"{arm}-{seed}")
@@ -100,7 +101,12 @@ def state(entry: Entry, name: str, arm: Arm, seed: int) -> str:
 
 def run(name: str, jobs: int) -> None:
     entry = ENTRIES[name]
-    todo = [(a, s) for s in entry.seeds for a in entry.arms if not os.path.exists(result_of(entry.folder(name, a.name, s), a))]
+    todo = [
+        (a, s)
+        for s in entry.seeds
+        for a in entry.arms
+        if not os.path.exists(result_of(entry.folder(name, a.name, s), a))
+    ]
     total = len(entry.arms) * len(entry.seeds)
     print(f"{name}: {entry.what}; {total - len(todo)} of {total} arms are there already", flush=True)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
@@ -159,7 +165,10 @@ def comparison(columns: list[str], pairs: list[tuple[str, str]]) -> Callable[[En
                  + ("Mean +- standard deviation over seeds." if n > 1 else ""), ""]  # fmt: skip
         lines += ["| arm | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
         for arm, x in scores.items():
-            cells = [f"{m:.3f}" + (f" +- {d:.3f}" if n > 1 else "") for m, d in zip(x.mean(0), x.std(0, ddof=1) if n > 1 else x[0])]
+            cells = [
+                f"{m:.3f}" + (f" +- {d:.3f}" if n > 1 else "")
+                for m, d in zip(x.mean(0), x.std(0, ddof=1) if n > 1 else x[0])
+            ]
             lines.append(f"| {arm} | " + " | ".join(cells) + " |")
         lines += ["", "| difference | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
         for a, b in pairs:
@@ -170,7 +179,11 @@ def comparison(columns: list[str], pairs: list[tuple[str, str]]) -> Callable[[En
                     d = {"difference": d["mean_difference"], "difference_lo": d["lo"], "difference_hi": d["hi"]}
                 else:
                     arms = {arm.name: arm for arm in entry.arms}
-                    d = compare(rows_of(entry, name, arms[a], entry.seeds[0]), rows_of(entry, name, arms[b], entry.seeds[0]), [c])[c]
+                    d = compare(
+                        rows_of(entry, name, arms[a], entry.seeds[0]),
+                        rows_of(entry, name, arms[b], entry.seeds[0]),
+                        [c],
+                    )[c]
                 cells.append(f"{d['difference']:+.3f} [{d['difference_lo']:+.3f}, {d['difference_hi']:+.3f}]")
             lines.append(f"| {a} - {b} | " + " | ".join(cells) + " |")
         text = "\n".join(lines) + "\n"
@@ -269,7 +282,9 @@ def demo_report(entry: Entry, name: str) -> None:
     print(f"\nOne test example. {example.prompt.strip()}\nGold: {', '.join(example.gold)}")
     for arm in entry.arms:
         row = next(r for r in rows_of(entry, name, arm, 0) if r["id"] == example.id)
-        print(f"\n{arm.name} (slate recall {row['metrics']['slate_recall']:.2f}, NDCG@3 {row['metrics']['ndcg@3']:.2f})")
+        print(
+            f"\n{arm.name} (slate recall {row['metrics']['slate_recall']:.2f}, NDCG@3 {row['metrics']['ndcg@3']:.2f})"
+        )
         print(coloured(row["text"], cfg.tags, example.gold))
     print(f"\ntable: {RESULTS}/{name}.md; delete {RUNS}/{name} to train again")
 
@@ -278,6 +293,20 @@ def demo_report(entry: Entry, name: str) -> None:
 # The list
 
 SFT = ["--method", "sft", "--steps", "400", "--batch_size", "64", "--lr", "1e-3", "--schedule", "linear"]
+MOVIELENS_SFT = [
+    "--method",
+    "sft",
+    "--steps",
+    "1600",
+    "--batch_size",
+    "64",
+    "--lr",
+    "2e-3",
+    "--warmup",
+    "50",
+    "--schedule",
+    "linear",
+]
 WORLD = "configs/demo.yaml"
 
 ENTRIES = {
@@ -294,6 +323,14 @@ ENTRIES = {
         comparison(["recall@1", "recall@3", "recall@5", "ndcg@3", "slate_recall"],
                    [("fgrpo", "sft"), ("fgrpo", "dr_grpo"), ("fgrpo-causal", "fgrpo"), ("fgrpo-causal", "dr_grpo")]),
         seeds=[0, 1, 2, 3, 4]),
+    "movielens": Entry(
+        "SFT, GRPO (row dr_grpo) and F-GRPO on MovieLens latest-small, from scratch", "configs/movielens.yaml",
+        [Arm("random", [], baseline="random"), Arm("popularity", [], baseline="popularity"), Arm("sft", MOVIELENS_SFT),
+         Arm("dr_grpo", ["--method", "dr_grpo"], "sft"), Arm("fgrpo", ["--method", "fgrpo"], "sft"),
+         Arm("fgrpo-causal", ["--method", "fgrpo", "--credit", "causal"], "sft")],
+        comparison(["recall@1", "recall@5", "ndcg@5", "slate_recall", "invalid"],
+                   [("fgrpo", "sft"), ("fgrpo", "popularity"), ("fgrpo", "random"), ("fgrpo", "dr_grpo")]),
+        seeds=[0, 1], needs="MovieLens (python data.py list)"),
 }  # fmt: skip
 
 
@@ -301,7 +338,9 @@ def main(argv: list[str]) -> None:
     p = argparse.ArgumentParser(description="Tables and figures; see the head of this file.")
     p.add_argument("action", choices=["list", "run", "commands"])
     p.add_argument("entry", nargs="?", default="all", choices=["all", *ENTRIES])
-    p.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="arms side by side, one thread each (default: cores)")
+    p.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="arms side by side, one thread each (default: cores)"
+    )
     args = p.parse_args(argv)
     if args.jobs < 1:
         p.error("--jobs must be at least 1")

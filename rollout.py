@@ -19,13 +19,13 @@ from model import autocast, left_pad, positions, token_logp
 class Rollout:
     """Completions of one step. Two samples of one prompt, the second cut by the length limit:
 
-        prompt_ids  [[5, 9, 4]]
-        tokens      [[7, 2, 0], [7, 7, 7]]     (B,T) int64, 2 = stop id, 0 = padding
-        logp        [[-.1, -.3, 0], [...]]     (B,T) float32, of the sampler, at its temperature
-        mask        [[1, 1, 0], [1, 1, 1]]     (B,T) bool, sampled tokens, the stop token included (F10)
-        group       [0, 0]                     (B,) int64, index into prompt_ids
-        finished    [True, False]              (B,) bool, ended by a stop id
-        row_steps   5                          rows decoded, summed over steps: equals mask.sum() with no wasted row
+    prompt_ids  [[5, 9, 4]]
+    tokens      [[7, 2, 0], [7, 7, 7]]     (B,T) int64, 2 = stop id, 0 = padding
+    logp        [[-.1, -.3, 0], [...]]     (B,T) float32, of the sampler, at its temperature
+    mask        [[1, 1, 0], [1, 1, 1]]     (B,T) bool, sampled tokens, the stop token included (F10)
+    group       [0, 0]                     (B,) int64, index into prompt_ids
+    finished    [True, False]              (B,) bool, ended by a stop id
+    row_steps   5                          rows decoded, summed over steps: equals mask.sum() with no wasted row
     """
 
     prompt_ids: list[list[int]]
@@ -67,7 +67,9 @@ def sample(logits: Tensor, u: Tensor, temperature: float, top_p=1.0) -> tuple[Te
     return token, token_logp(z, token, 1.0)[0]
 
 
-def batches(prompt_ids: list[list[int]], samples: int, new_tokens: int, kv_tokens: int) -> list[list[tuple[int, int, int]]]:
+def batches(
+    prompt_ids: list[list[int]], samples: int, new_tokens: int, kv_tokens: int
+) -> list[list[tuple[int, int, int]]]:
     """Cut the work by a KV budget in tokens: lists of (prompt, first sample, last sample + 1).
 
     Longest prompts first, so that little is padding and the first of a batch sets its width. A group is split only
@@ -89,7 +91,9 @@ def batches(prompt_ids: list[list[int]], samples: int, new_tokens: int, kv_token
 
 
 @torch.no_grad()
-def decode(model: nn.Module, prompts: list[list[int]], counts: list[int], u: Tensor, stop: Tensor, temperature, top_p, dtype):
+def decode(
+    model: nn.Module, prompts: list[list[int]], counts: list[int], u: Tensor, stop: Tensor, temperature, top_p, dtype
+):
     """Decode sum(counts) rows; counts[i] rows continue prompts[i]; u (rows, T). -> tokens, logp, lengths, finished, row_steps."""
     from transformers import DynamicCache
 
@@ -105,7 +109,9 @@ def decode(model: nn.Module, prompts: list[list[int]], counts: list[int], u: Ten
         logits = model(input_ids=ids, attention_mask=seen, position_ids=positions(seen), cache=cache, use_cache=True,
                        logits_to_keep=1).logits[:, -1]  # fmt: skip
     origin = torch.repeat_interleave(torch.arange(len(prompts), device=device), torch.tensor(counts, device=device))
-    cache.reorder_cache(origin)  # a row's copy of its prompt's cache; unlike batch_select_indices, recurrent layers have it
+    cache.reorder_cache(
+        origin
+    )  # a row's copy of its prompt's cache; unlike batch_select_indices, recurrent layers have it
     logits, seen = logits[origin], seen[origin]
     position = seen.sum(1)
     alive = torch.arange(rows, device=device)  # rows still in the batch
@@ -175,4 +181,11 @@ def demonstrations(prompt_ids: list[list[int]], demo_ids: list[list[int]], devic
     lengths = torch.tensor([len(d) for d in demo_ids], device=device)
     mask = torch.arange(width, device=device) < lengths[:, None]
     ones = torch.ones(len(demo_ids), dtype=torch.bool, device=device)
-    return Rollout(prompt_ids, tokens, torch.zeros(tokens.shape, device=device), mask, torch.arange(len(demo_ids), device=device), ones)
+    return Rollout(
+        prompt_ids,
+        tokens,
+        torch.zeros(tokens.shape, device=device),
+        mask,
+        torch.arange(len(demo_ids), device=device),
+        ones,
+    )

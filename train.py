@@ -46,13 +46,17 @@ def main(cfg: Config) -> dict[str, float]:
     if world > 1:
         policy.model = lm.shard(policy.model, policy.dtype)
         reference = reference and lm.shard(reference, policy.dtype)
-    optimizer = torch.optim.AdamW(policy.model.parameters(), cfg.lr, (0.9, cfg.adam_beta2), weight_decay=cfg.weight_decay)
+    optimizer = torch.optim.AdamW(
+        policy.model.parameters(), cfg.lr, (0.9, cfg.adam_beta2), weight_decay=cfg.weight_decay
+    )
     start = run.open(optimizer)
     run.say(f"{cfg.method} on {cfg.data}: {len(examples)} examples ({train.dropped or 'none left out'}), "
             f"{sum(p.numel() for p in policy.model.parameters()):,} parameters, {world} x {device.type}, steps {start}..{cfg.steps}")  # fmt: skip
 
     latest, stop = {}, Signals()
-    bar = tqdm(range(start, cfg.steps), cfg.method, initial=start, total=cfg.steps, disable=rank > 0 or not sys.stderr.isatty())
+    bar = tqdm(
+        range(start, cfg.steps), cfg.method, initial=start, total=cfg.steps, disable=rank > 0 or not sys.stderr.isatty()
+    )
     for step in bar:
         began = time.perf_counter()
         batch = data.order(len(examples), cfg.seed, step, cfg.batch_size)[rank::world]
@@ -157,7 +161,9 @@ def update(policy, reference, optimizer, roll, scored, adv, cfg, row, world) -> 
 
     policy.model.train()
     logp_old = roll.logp
-    if row.ratio != "none" and (cfg.old_logp == "recompute" or (cfg.old_logp == "auto" and cfg.mu > 1 and policy.dtype != torch.float32)):
+    if row.ratio != "none" and (
+        cfg.old_logp == "recompute" or (cfg.old_logp == "auto" and cfg.mu > 1 and policy.dtype != torch.float32)
+    ):
         logp_old = constant(policy.model)
     logp_ref = constant(reference) if reference is not None else None
 
@@ -175,7 +181,9 @@ def update(policy, reference, optimizer, roll, scored, adv, cfg, row, world) -> 
                 trained = unit_ids[rows] > 0
                 part["entropy"] = torch.where(trained, entropy, 0).sum() / max(tokens, 1.0)
                 if row.source == "sample":  # how far sampler and learner are apart, in nats (F07)
-                    part["sampler_gap"] = torch.where(roll.mask[rows], logp.detach() - roll.logp[rows], 0).abs().sum() / max(tokens, 1.0)
+                    part["sampler_gap"] = torch.where(
+                        roll.mask[rows], logp.detach() - roll.logp[rows], 0
+                    ).abs().sum() / max(tokens, 1.0)
             for k, v in part.items():
                 sums[k] = sums.get(k, 0) + v.detach().double()
         norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), cfg.grad_clip or float("inf"))
@@ -219,7 +227,9 @@ def usable(train: data.Split, policy: Policy, cfg: Config, row) -> tuple[list, l
     demos = [policy.tokenizer(e.demo, add_special_tokens=False)["input_ids"] + eos if e.demo else [] for e in examples]
     keep = [i for i, d in enumerate(demos) if 0 < len(d) <= cfg.max_new_tokens]
     if not keep:
-        fail(f"--method {cfg.method}: no example of {cfg.data} has a demonstration of at most --max_new_tokens {cfg.max_new_tokens}")
+        fail(
+            f"--method {cfg.method}: no example of {cfg.data} has a demonstration of at most --max_new_tokens {cfg.max_new_tokens}"
+        )
     if len(keep) < len(demos):
         train.dropped["no demonstration, or longer than --max_new_tokens"] = len(demos) - len(keep)
     return [examples[i] for i in keep], [prompts[i] for i in keep], [demos[i] for i in keep]
@@ -310,7 +320,9 @@ class Run:
         was = parse(["--config", path])
         for key, value in asdict(was).items():
             if key not in self.MAY_CHANGE and getattr(self.cfg, key) != value:
-                fail(f"--resume: --{key} was {value!r} in {path} and is {getattr(self.cfg, key)!r} now; start a new run for that")
+                fail(
+                    f"--resume: --{key} was {value!r} in {path} and is {getattr(self.cfg, key)!r} now; start a new run for that"
+                )
         self.cfg.init = was.init
 
     def open(self, optimizer) -> int:
@@ -339,7 +351,9 @@ class Run:
                 write(path, "".join(line for line in lines if json.loads(line)["step"] <= state["step"]))
         return state["step"]
 
-    def log(self, step: int, metrics: dict, timing: dict, examples: list, roll: Rollout, scored: rewards.Scored) -> None:
+    def log(
+        self, step: int, metrics: dict, timing: dict, examples: list, roll: Rollout, scored: rewards.Scored
+    ) -> None:
         if not self.main:
             return
         self.append("log.jsonl", [{"step": step, **metrics, **timing}])
@@ -401,7 +415,9 @@ def optimizer_state(optimizer) -> dict:
     """The optimiser's state with whole tensors on the CPU, in the order of the parameters: the same on any number of ranks."""
     state = optimizer.state_dict()
     whole = lambda v: (v.full_tensor() if hasattr(v, "full_tensor") else v).cpu()  # noqa: E731
-    state["state"] = {i: {k: whole(v) if torch.is_tensor(v) else v for k, v in s.items()} for i, s in state["state"].items()}
+    state["state"] = {
+        i: {k: whole(v) if torch.is_tensor(v) else v for k, v in s.items()} for i, s in state["state"].items()
+    }
     return state
 
 

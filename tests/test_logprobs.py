@@ -117,7 +117,9 @@ def test_a_row_alone_equals_the_row_in_a_batch_and_wider_padding_changes_nothing
     prompts, tokens, mask, group = ragged()
     logp = lm.completion_logp(model, prompts, tokens, mask, group)[0]
     for b in range(len(tokens)):
-        alone = lm.completion_logp(model, [prompts[group[b]]], tokens[b : b + 1], mask[b : b + 1], torch.zeros(1).long())[0]
+        alone = lm.completion_logp(
+            model, [prompts[group[b]]], tokens[b : b + 1], mask[b : b + 1], torch.zeros(1).long()
+        )[0]
         torch.testing.assert_close(alone[0], logp[b], atol=1e-5, rtol=0)
     wide = nn.functional.pad(tokens, (0, 10), value=-5), nn.functional.pad(mask, (0, 10))
     again = lm.completion_logp(model, prompts, *wide, group)[0]

@@ -19,7 +19,9 @@ from rollout import Rollout
 
 TAGS = Config().tags
 ALPHABET = "abcXYZ019 .,:()<>/|#'\"\n\t-é東京物語ñß🎬👩‍👧🇯🇵\u200b\u00a0e\u0301العربية"
-WELL_FORMED = "<SLATE>\nThe Café (1991)\n東京物語 (1953)\n🎬 Heat\n</SLATE>\n<RANK>\n東京物語 (1953)\nThe Café (1991)\n</RANK>"
+WELL_FORMED = (
+    "<SLATE>\nThe Café (1991)\n東京物語 (1953)\n🎬 Heat\n</SLATE>\n<RANK>\n東京物語 (1953)\nThe Café (1991)\n</RANK>"
+)
 
 
 def random_text(rng: random.Random, n=60) -> str:
@@ -56,7 +58,9 @@ def sentencepiece(style: str):
         )
     else:
         raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-        raw.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first", split=False)])
+        raw.decoder = decoders.Sequence(
+            [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first", split=False)]
+        )
     raw.add_special_tokens(["<unk>", "<s>", "</s>"])
     return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
                                    clean_up_tokenization_spaces=False)  # fmt: skip
@@ -91,7 +95,9 @@ def rolled(*token_rows: list[int]) -> Rollout:
 
 
 def example(*candidates: str) -> Example:
-    return Example("1", "?", list(candidates) or ["The Café (1991)", "東京物語 (1953)", "🎬 Heat"], {"東京物語 (1953)": 1.0})
+    return Example(
+        "1", "?", list(candidates) or ["The Café (1991)", "東京物語 (1953)", "🎬 Heat"], {"東京物語 (1953)": 1.0}
+    )
 
 
 def units_of(text_or_ids, tokenizer, unit="phase", prefix="", **settings) -> list[int]:
@@ -112,7 +118,9 @@ def test_at_most_one_start_token_with_or_without_a_chat_template():
     start = tokenizer.bos_token_id
     bare = data.encode(tokenizer, "the a")
     assert bare[0] == start and bare.count(start) == 1
-    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}/{% endif %}"
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}/{% endif %}"
+    )
     try:
         chat = data.encode(tokenizer, "the a")
         assert chat[0] == start and chat.count(start) == 1
@@ -266,7 +274,10 @@ def expected(pieces: list[bytes], by_byte: list[int]) -> list[int]:
 def test_a_token_belongs_to_a_phase_only_if_all_of_its_bytes_do():
     """Any cut of the bytes: tokens with half a tag, half a character, two tags or nothing in them."""
     rng = random.Random(0)
-    raw, spans = WELL_FORMED.encode(), [rewards.parse(WELL_FORMED, TAGS).slate_span, rewards.parse(WELL_FORMED, TAGS).rank_span]
+    raw, spans = (
+        WELL_FORMED.encode(),
+        [rewards.parse(WELL_FORMED, TAGS).slate_span, rewards.parse(WELL_FORMED, TAGS).rank_span],
+    )
     by_byte = labels(WELL_FORMED, spans)
     assert {1, 2, 0} == set(by_byte)
     for _ in range(300):
@@ -278,7 +289,9 @@ def test_a_token_belongs_to_a_phase_only_if_all_of_its_bytes_do():
     assert phase_units([b"", raw[:3], b""], WELL_FORMED, [None, None]) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("name", ("qwen3-tokenizer", "smollm2-tokenizer", "llama2", "metaspace", "word", "line", "byte"))
+@pytest.mark.parametrize(
+    "name", ("qwen3-tokenizer", "smollm2-tokenizer", "llama2", "metaspace", "word", "line", "byte")
+)
 def test_tags_that_share_a_token_with_the_list_do_not_leak_into_a_phase(name):
     """'>' and a line break are one token in most vocabularies: it holds a piece of the tag, so it is not trained."""
     if name.endswith("tokenizer"):
@@ -302,7 +315,16 @@ def test_a_token_that_holds_the_end_of_a_tag_and_a_title_is_not_trained():
     parts = ["<SLATE", ">\n", "a\n", "</", "SLATE>\n<RA", "NK>", "a", "</RANK>"]
     text = "".join(parts)
     parsed = rewards.parse(text, TAGS)
-    assert phase_units([p.encode() for p in parts], text, [parsed.slate_span, parsed.rank_span]) == [0, 0, 1, 0, 0, 0, 2, 0]
+    assert phase_units([p.encode() for p in parts], text, [parsed.slate_span, parsed.rank_span]) == [
+        0,
+        0,
+        1,
+        0,
+        0,
+        0,
+        2,
+        0,
+    ]
 
 
 BROKEN = {
@@ -405,7 +427,11 @@ def test_a_completion_is_read_behind_its_forced_prefix_which_is_not_trained():
     ids = tokenizer(rest)["input_ids"]
     cfg = Config(prefix=prefix)
     scored = score(rolled(ids), [example()], token_bytes(tokenizer), cfg, "phase")
-    assert scored.texts == [WELL_FORMED] and scored.reward.tolist() == [[1.0, 1.0]] and scored.parts["length"] == [len(ids)]
+    assert (
+        scored.texts == [WELL_FORMED]
+        and scored.reward.tolist() == [[1.0, 1.0]]
+        and scored.parts["length"] == [len(ids)]
+    )
     assert units_of(rest, tokenizer, "sequence", prefix=prefix) == [1] * len(ids)
     assert units_of(rest, tokenizer) == in_halves(ids, pieces_of(tokenizer))  # without the prefix it is malformed
     every = units_of(rest, tokenizer, prefix=prefix, train_delimiters=True)

@@ -72,7 +72,9 @@ def test_a_tokenizer_from_scratch_returns_every_text_exactly_before_and_after_sa
 
 
 def test_a_word_is_a_token_with_its_space_a_line_is_a_token_with_its_break():
-    count = {k: len(lm.build_tokenizer(k, ["Alien (1979)\nHeat\n"])("Alien (1979)\nHeat\n")["input_ids"]) for k in lm.PIECES}
+    count = {
+        k: len(lm.build_tokenizer(k, ["Alien (1979)\nHeat\n"])("Alien (1979)\nHeat\n")["input_ids"]) for k in lm.PIECES
+    }
     assert count == {"word": 3, "line": 2}
     word = lm.build_tokenizer("word", ["a b"])
     assert word("a zzz")["input_ids"][-1] == word.unk_token_id  # a word never seen
@@ -83,7 +85,9 @@ def test_titles_that_no_example_shows_are_known_from_the_pool(kind):
     """A catalog in the weights: demonstrations miss most titles, answers may still name any."""
     import data
 
-    example = data.Example("1", "History:\nA one\n", ["A one", "Never shown 東"], {"A one": 1.0}, "<SLATE>\nA one\n</SLATE>")
+    example = data.Example(
+        "1", "History:\nA one\n", ["A one", "Never shown 東"], {"A one": 1.0}, "<SLATE>\nA one\n</SLATE>"
+    )
     tokenizer = lm.load_tokenizer(Config(tokenizer=kind), [example])
     text = "Never shown 東\n"
     ids = tokenizer(text)["input_ids"]
@@ -126,7 +130,9 @@ def test_a_vision_language_checkpoint_loads_as_its_text_model(tmp_path):
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
     vision = dict(depth=1, hidden_size=32, num_heads=2, intermediate_size=32, out_hidden_size=32)
-    config = Qwen3_5Config(text_config=configuration("hybrid").to_dict(), vision_config=vision, tie_word_embeddings=True)
+    config = Qwen3_5Config(
+        text_config=configuration("hybrid").to_dict(), vision_config=vision, tie_word_embeddings=True
+    )
     published = Qwen3_5ForConditionalGeneration(config)
     published.save_pretrained(tmp_path)
     loaded = lm.load(small(init=str(tmp_path)), None, CPU)
@@ -167,7 +173,9 @@ def test_stop_ids_come_from_the_tokenizer_and_both_configs_one_id_or_a_list():
 def test_lengths_beyond_the_positions_of_the_model_are_refused(tmp_path, capsys):
     """GPT-2 would fail in the middle of a run, others would extrapolate in silence."""
     family("gpt2").save_pretrained(tmp_path)
-    message = error_of(capsys, lambda: lm.load(Config(init=str(tmp_path), max_prompt=100, max_new_tokens=29), None, CPU))
+    message = error_of(
+        capsys, lambda: lm.load(Config(init=str(tmp_path), max_prompt=100, max_new_tokens=29), None, CPU)
+    )
     assert "128 positions" in message and "--max_prompt" in message
 
 

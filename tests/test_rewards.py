@@ -76,10 +76,14 @@ def test_every_switch_of_the_ndcg_by_hand():
     assert pair(S, ranking, ndcg_k=2)[1] == pytest.approx(discount(2) / discount(1, 2))
     assert pair(S, ranking, ndcg_k=1)[1] == 0
     d = [discount(p) for p in (1, 2, 3)]
-    assert pair(S, ranking, ndcg_gain="linear")[1] == pytest.approx((2 * d[1] + 3 * d[2]) / (3 * d[0] + 2 * d[1] + d[2]))
+    assert pair(S, ranking, ndcg_gain="linear")[1] == pytest.approx(
+        (2 * d[1] + 3 * d[2]) / (3 * d[0] + 2 * d[1] + d[2])
+    )
     assert pair(S, ranking, ndcg_gain="exp")[1] == pytest.approx((3 * d[1] + 7 * d[2]) / (7 * d[0] + 3 * d[1] + d[2]))
     assert pair(S, ranking, ndcg_ideal="slate")[1] == pytest.approx(discount(2, 3) / discount(1, 2))
-    assert pair(S, ranking, ndcg_ideal="slate", ndcg_gain="linear", ndcg_k=2)[1] == pytest.approx(2 * d[1] / (3 * d[0] + 2 * d[1]))
+    assert pair(S, ranking, ndcg_ideal="slate", ndcg_gain="linear", ndcg_k=2)[1] == pytest.approx(
+        2 * d[1] / (3 * d[0] + 2 * d[1])
+    )
     assert pair(S, [H, T], ndcg_ideal="slate")[1] == 1.0 > pair(S, [H, T])[1]
     assert pair([A, M], [A, M], ndcg_ideal="slate") == (0.0, 0.0)  # no gold in the slate
     assert pair(S, [H, T, A])[1] == pytest.approx(discount(1, 2) / ideal)
@@ -134,7 +138,10 @@ def test_entries_beyond_slate_size_and_rank_size_earn_nothing():
         out = scored(write(long, [H, T, A, R]), slate_size=n, rank_size=2)
         assert out.answers[0] == (long[:n], [i for i in (H, T, A, R) if i in long[:n]][:2])
         assert out.reward[0, 0] == pytest.approx(hits / 3) and out.parts["invalid"] == [0.0]
-    assert pair([A, A, H], [H], slate_size=2, rank_size=2) == (0.0, 0.0)  # a repeat uses up a place; H is out, ranked or not
+    assert pair([A, A, H], [H], slate_size=2, rank_size=2) == (
+        0.0,
+        0.0,
+    )  # a repeat uses up a place; H is out, ranked or not
     assert pair(long, [A, H, T], rank_size=1)[1] == 0 < pair(long, [A, H, T], rank_size=2)[1] < pair(long, [A, H, T])[1]
     appended = scored(write(long, [M]), append_unranked=True, slate_size=4, rank_size=3)
     assert appended.answers[0] == ([A, M, H, T], [M, A, H])
@@ -156,7 +163,14 @@ def test_items_by_index_name_the_same_candidates_as_titles():
 def test_a_ranking_by_position_points_into_the_slate():
     """rank_form position: 1-based places of the slate, repeats of the slate counted; both forms are always read."""
     by_name = scored(write(S, [T, A, H]))
-    for ranking in (["4", "1", "2"], ["4.", "5.", "2."], ["[4]", "[1]", "[2]"], ["4, 1, 2"], ["4 > 1 > 2"], ["- 4", "- 1", "- 2"]):
+    for ranking in (
+        ["4", "1", "2"],
+        ["4.", "5.", "2."],
+        ["[4]", "[1]", "[2]"],
+        ["4, 1, 2"],
+        ["4 > 1 > 2"],
+        ["- 4", "- 1", "- 2"],
+    ):
         assert scored(write(S, ranking)).answers == by_name.answers, ranking
     assert scored(write(S, ["4", "0", "77", "4", "2"])).answers[0][1] == [T, H]
 
@@ -166,12 +180,16 @@ def test_a_ranking_by_position_points_into_the_slate():
         ("title", "index"), ("item", "position"), ("terse", "instruct"), ("shuffled", "chain"), (True, False))
     if s or i == "title"
 ])  # fmt: skip
-def test_demonstrations_of_the_built_in_world_are_read_as_they_were_meant(item_form, rank_form, template, order, show_pool):
+def test_demonstrations_of_the_built_in_world_are_read_as_they_were_meant(
+    item_form, rank_form, template, order, show_pool
+):
     """What SFT teaches and what the reward reads is one language, under every setting of it."""
     cfg = Config(item_form=item_form, rank_form=rank_form, template=template, demo_order=order, show_pool=show_pool,
                  world_examples=20, world_slack=0, strict_rank=True, world_noise=0.5)  # fmt: skip
     for e in data.load_world(cfg, "train").examples[:10]:
-        out = scored(e.demo, gold=e.gold, pool=e.candidates, **{k: getattr(cfg, k) for k in ("item_form", "strict_rank")})
+        out = scored(
+            e.demo, gold=e.gold, pool=e.candidates, **{k: getattr(cfg, k) for k in ("item_form", "strict_rank")}
+        )
         slate, ranking = out.answers[0]
         assert out.parts["invalid"] == [0.0] and out.parts["out_of_pool"] == [0.0] == out.parts["duplicates"]
         assert len(slate) == cfg.slate_size and len(ranking) == cfg.rank_size
@@ -218,7 +236,9 @@ def test_a_repeated_item_counts_once_everywhere():
 
 
 def test_spelling_with_other_case_spaces_marks_or_numbers_is_the_same_item():
-    text = write(["1. heat  (1995)", "- **東京物語 (1953)**", '"HER (2013)"', "[4] her (2013)"], ["1) HER (2013)", "Heat (1995)"])
+    text = write(
+        ["1. heat  (1995)", "- **東京物語 (1953)**", '"HER (2013)"', "[4] her (2013)"], ["1) HER (2013)", "Heat (1995)"]
+    )
     out = scored(text)
     assert out.answers[0] == ([H, T, R, R], [R, H]) and out.reward[0, 0] == 1.0
     assert out.parts["out_of_pool"] == [0.0]
@@ -226,7 +246,15 @@ def test_spelling_with_other_case_spaces_marks_or_numbers_is_the_same_item():
 
 def test_a_title_that_looks_like_a_numbered_line_is_still_found():
     """The story: the parser took the '2001:' of '2001: A Space Odyssey (1968)' for a number; the item never counted."""
-    pool = ["2001: A Space Odyssey (1968)", "9. Kompanie", '"Quoted" "', '"Manon"', "* Star", "A Space Oddity", "1917 (2019)"]
+    pool = [
+        "2001: A Space Odyssey (1968)",
+        "9. Kompanie",
+        '"Quoted" "',
+        '"Manon"',
+        "* Star",
+        "A Space Oddity",
+        "1917 (2019)",
+    ]
     for title in pool:
         out = scored(write([title, "A Space Oddity"], [title]), gold={title: 1.0}, pool=pool)
         assert out.reward.tolist() == [[1.0, 1.0]] and out.parts["out_of_pool"] == [0.0], title
@@ -277,7 +305,9 @@ def test_with_one_gold_item_the_published_identity_of_recall_and_ndcg_holds():
         assert 0.3868 * gap - 1e-9 <= total["n5"] - total["n3"] <= 0.4307 * gap + 1e-9
     for at, factor in ((4, 0.4307), (5, 0.3869)):  # the two ends of the interval
         ranking = pool[:5]
-        assert ndcg(ranking, {pool[at - 1]: 1.0}, 5) - ndcg(ranking, {pool[at - 1]: 1.0}, 3) == pytest.approx(factor, abs=1e-4)
+        assert ndcg(ranking, {pool[at - 1]: 1.0}, 5) - ndcg(ranking, {pool[at - 1]: 1.0}, 3) == pytest.approx(
+            factor, abs=1e-4
+        )
     everywhere = [ndcg([*pool[:p], "gold", *pool[p:]][:5], {"gold": 1.0}, 5) for p in range(20)]
     assert sum(everywhere) / 20 == pytest.approx(0.147, abs=5e-4)  # a random order of a pool of 20, published: 14.7
 
@@ -330,10 +360,19 @@ def test_logged_parts_are_plain_numbers_that_json_accepts():
 
 def test_broken_bytes_in_an_answer_stay_in_place():
     """Half a character is sampled easily: offsets still map back, and the rest of the answer counts."""
-    a, b = (TOKENIZER(t)["input_ids"] for t in ("<SLATE>\nHeat (1995)\nbro", "ken\n</SLATE>\n<RANK>\nHeat (1995)\n</RANK>"))
+    a, b = (
+        TOKENIZER(t)["input_ids"] for t in ("<SLATE>\nHeat (1995)\nbro", "ken\n</SLATE>\n<RANK>\nHeat (1995)\n</RANK>")
+    )
     half = TOKENIZER("東")["input_ids"][:2]
     tokens = torch.tensor([[*a, *half, *b]])
-    roll = Rollout([[3]], tokens, torch.zeros(tokens.shape), torch.ones_like(tokens).bool(), torch.zeros(1).long(), torch.ones(1).bool())
+    roll = Rollout(
+        [[3]],
+        tokens,
+        torch.zeros(tokens.shape),
+        torch.ones_like(tokens).bool(),
+        torch.zeros(1).long(),
+        torch.ones(1).bool(),
+    )
     out = score(roll, [Example("1", "?", POOL, GOLD)], PIECES, Config(), "phase")
     assert out.answers[0][1] == [H] and out.reward[0, 0] == pytest.approx(1 / 3)
     slate = bytes(b for i, u in zip(tokens[0].tolist(), out.unit_ids[0].tolist()) if u == 1 for b in PIECES[i])
@@ -344,7 +383,28 @@ def test_broken_bytes_in_an_answer_stay_in_place():
 def test_the_parser_never_raises_and_its_parts_agree():
     """Random mixtures of tags, titles, marks and numbers: spans lie in the text, a ranking is a set of slate items."""
     rng = random.Random(0)
-    words = [*TAGS, *TAGS, *POOL, "\n", "\n", "\n", ",", ">", "1", "2.", "[3]", "#4", "- ", "**", '"', " ", "9" * 5000, "²", "٣", "\udc80"]
+    words = [
+        *TAGS,
+        *TAGS,
+        *POOL,
+        "\n",
+        "\n",
+        "\n",
+        ",",
+        ">",
+        "1",
+        "2.",
+        "[3]",
+        "#4",
+        "- ",
+        "**",
+        '"',
+        " ",
+        "9" * 5000,
+        "²",
+        "٣",
+        "\udc80",
+    ]
     errors = set()
     for _ in range(3000):
         text = "".join(rng.choice(words) for _ in range(rng.randrange(25)))

@@ -104,7 +104,9 @@ def test_greedy_log_probs_are_those_of_temperature_1():
     roll = rollout(model, PROMPTS, 1, [1], max_new_tokens=6, temperature=0)
     again = lm.completion_logp(model, roll.prompt_ids, roll.tokens, roll.mask, roll.group)[0]
     torch.testing.assert_close(roll.logp, again, atol=1e-5, rtol=0)
-    assert torch.equal(again, lm.completion_logp(model, roll.prompt_ids, roll.tokens, roll.mask, roll.group, temperature=0)[0])
+    assert torch.equal(
+        again, lm.completion_logp(model, roll.prompt_ids, roll.tokens, roll.mask, roll.group, temperature=0)[0]
+    )
 
 
 @pytest.mark.parametrize("name", ("qwen3", "hybrid", "gpt2"))
@@ -152,7 +154,9 @@ def test_nothing_but_the_temperature_shapes_the_distribution():
     assert roll.tokens.numel() == 5000 and (counts > 0).sum() > 195
     assert ((counts - 25.0) ** 2 / 25).sum() < 267  # chi-squared with 199 degrees of freedom: 999 in 1000
     torch.testing.assert_close(roll.logp, torch.full_like(roll.logp, -np.log(200)))
-    for key, value in dict(do_sample=False, top_k=5, top_p=0.1, temperature=0.1, repetition_penalty=3.0, min_p=0.5).items():
+    for key, value in dict(
+        do_sample=False, top_k=5, top_p=0.1, temperature=0.1, repetition_penalty=3.0, min_p=0.5
+    ).items():
         setattr(model.generation_config, key, value)
     assert torch.equal(rollout(model, [[3]], 50, [], max_new_tokens=100).tokens, roll.tokens)
     real = family("qwen3", initializer_range=0.05)
@@ -376,7 +380,9 @@ def test_batches_cover_every_sample_once_within_the_budget():
         n, samples, new, budget = (int(rng.integers(1, k)) for k in (12, 20, 30, 1500))
         prompts = [[0] * int(rng.integers(1, 40)) for _ in range(n)]
         cut = batches(prompts, samples, new, budget)
-        assert sorted((i, j) for b in cut for i, a, z in b for j in range(a, z)) == [(i, j) for i in range(n) for j in range(samples)]
+        assert sorted((i, j) for b in cut for i, a, z in b for j in range(a, z)) == [
+            (i, j) for i in range(n) for j in range(samples)
+        ]
         for b in cut:
             count, width = sum(z - a for _, a, z in b), max(len(prompts[i]) for i, _, _ in b) + new
             assert count and (count == 1 or count * width <= budget)
