@@ -12,8 +12,11 @@ import os
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
+from transformers.utils import logging as hf_logging
 
 from config import Config, fail
+
+hf_logging.disable_progress_bar()  # loading tiny files needs no bars, and they would bury the one line of an error
 
 SPECIAL = ["<pad>", "<eos>", "<unk>"]  # of tokenizers built here
 PIECES = {"word": r"\S+\s?|\s", "line": r"[^\n]+\n?|\n"}  # white space stays with the word before it

@@ -13,6 +13,7 @@ pipeline and tensor parallelism.
 
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -50,7 +51,8 @@ def main(cfg: Config) -> dict[str, float]:
         policy.model.parameters(), cfg.lr, (0.9, cfg.adam_beta2), weight_decay=cfg.weight_decay
     )
     start = run.open(optimizer)
-    run.say(f"{cfg.method} on {cfg.data}: {len(examples)} examples ({train.dropped or 'none left out'}), "
+    left_out = ", ".join(f"{n} left out: {why}" for why, n in train.dropped.items())
+    run.say(f"{cfg.method} on {cfg.data}: {len(examples)} examples ({left_out or 'none left out'}), "
             f"{sum(p.numel() for p in policy.model.parameters()):,} parameters, {world} x {device.type}, steps {start}..{cfg.steps}")  # fmt: skip
 
     latest, stop = {}, Signals()
@@ -78,11 +80,11 @@ def main(cfg: Config) -> dict[str, float]:
         metrics |= describe(scored, adv, roll, world) | {"lr": learning_rate(cfg, step)}
 
         done, leaving = step + 1, agreed(stop.asked, world, device)
-        if done == cfg.steps or leaving or (cfg.eval_every and done % cfg.eval_every == 0):
+        if not leaving and (done == cfg.steps or (cfg.eval_every and done % cfg.eval_every == 0)):
             few = cfg.eval_examples or len(held_out[0])
-            latest = means(evaluate(policy, held_out[0][:few], held_out[1][:few], cfg)) if not leaving else latest
-            metrics |= {f"valid/{k}": v for k, v in latest.items()} if not leaving else {}
-        timing = {"seconds_sample": sampled - began, "seconds": time.perf_counter() - began}
+            latest = means(evaluate(policy, held_out[0][:few], held_out[1][:few], cfg))
+            metrics |= {f"valid/{k}": v for k, v in latest.items()}
+        timing = {"seconds_sample": sampled - began, "seconds": time.perf_counter() - began, "memory_gb": peak_memory()}
         run.log(done, metrics, timing, picked, roll, scored)
         bar.set_postfix({k: f"{metrics[k]:.3f}" for k in WATCH if k in metrics}, refresh=False)
         better = run.improves(metrics.get(f"valid/{cfg.best_metric}"))
@@ -237,6 +239,13 @@ def usable(train: data.Split, policy: Policy, cfg: Config, row) -> tuple[list, l
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Processes and signals
+
+
+def peak_memory() -> float:
+    """Highest memory of this process so far in GB: of the GPU, or resident on a machine without one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
 def launch() -> tuple[int, int, torch.device]:

@@ -327,7 +327,7 @@ def test_a_missing_tag_is_penalised_in_both_phases():
     for scope in ("all", "none"):
         out, _, mask = scored([whole, cut], format_penalty=-0.5, format_scope=scope)
         assert out.reward.tolist() == [[1.0, 1.0], [-0.5, -0.5]] and out.valid.all()
-        assert torch.equal(out.unit_ids[1], mask[1].long() * (scope == "all"))
+        assert torch.equal(out.unit_ids[1] > 0, mask[1].bool() & (scope == "all"))
     joint, _, _ = scored([whole, cut], unit="sequence", format_penalty=-0.5, lam=2.0)
     assert joint.reward.tolist() == [[3.0], [-1.5]]
 

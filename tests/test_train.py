@@ -28,7 +28,7 @@ TINY = """--show_pool false --demo_order chain --history 3 --slate_size 4 --rank
 --max_new_tokens 24 --tokenizer line --layers 1 --width 32 --world_clusters 3 --world_items 5 --world_gold 2
 --world_examples 64 --ndcg_k 2 --eval_k 1 2 --best_metric ndcg@2 --batch_size 4 --group_size 4
 --eval_examples 4""".split()
-TIMES = ("seconds", "seconds_sample")
+TIMES = ("seconds", "seconds_sample", "memory_gb")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,7 +61,7 @@ def weights(run, step: int | str = "best") -> dict[str, torch.Tensor]:
 
 
 def same(a: dict, b: dict, tolerance=0.0) -> bool:
-    return a.keys() == b.keys() and all((a[k] - b[k]).abs().max() <= tolerance for k in a)
+    return a.keys() == b.keys() and all((a[k] - b[k]).abs().max() <= tolerance * a[k].abs().max().clamp(min=1) for k in a)
 
 
 def contents(folder) -> dict[str, bytes]:
@@ -188,7 +188,11 @@ def test_after_a_run_ctrl_c_means_what_it_meant_before(tmp_path):
 def policy():
     """A random model, and the settings it was made with."""
     cfg = parse([*TINY, "--temperature", "0.7"])
-    return evaluation.open_policy(cfg, data.load(cfg, "train").examples, CPU)
+    policy = evaluation.open_policy(cfg, data.load(cfg, "train").examples, CPU)
+    with torch.no_grad():  # small weights: gradients are read off differences of weights, which float32 must resolve
+        for p in policy.model.parameters():
+            p.mul_(0.1 if p.ndim > 1 else 1.0)
+    return policy
 
 
 def ragged(policy, unit: str) -> tuple[Rollout, Scored]:
@@ -345,7 +349,7 @@ def test_a_step_samples_once(sft, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "rollout", lambda *a, **k: calls.append(len(a[1])) or sample(*a, **k))
     monkeypatch.setattr(model, "completion_logp", lambda *a, **k: forwards.append(1) or logp(*a, **k))
     go(tmp_path / "a", f"--method fgrpo --init {sft} --steps 2 --mu 2 --micro_tokens 60")
-    assert calls == [4, 4] and len(forwards) > 20
+    assert calls == [4, 4] and len(forwards) > 12
 
 
 def test_small_learning_rates_reach_the_weights(tmp_path):
