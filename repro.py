@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+import data
+from config import parse
 from eval import compare, paired_bootstrap, read_rows, write
 
 RUNS, RESULTS = "runs", "results"
@@ -101,6 +103,12 @@ def state(entry: Entry, name: str, arm: Arm, seed: int) -> str:
 
 def run(name: str, jobs: int) -> None:
     entry = ENTRIES[name]
+    if entry.needs:
+        try:
+            data.load(parse(["--config", entry.config]), "test")
+        except SystemExit:  # the line above said which file is missing and where to get it
+            print(f"{name} left out: it needs {entry.needs} in $DATA_DIR or data/", flush=True)
+            return
     todo = [
         (a, s)
         for s in entry.seeds
@@ -272,9 +280,6 @@ def coloured(text: str, tags: list[str], gold: dict[str, float]) -> str:
 
 def demo_report(entry: Entry, name: str) -> None:
     """The comparison, and one test example as the arms answer it, coloured by phase."""
-    import data
-    from config import parse
-
     comparison(["recall@1", "recall@3", "recall@5", "ndcg@3", "slate_recall", "invalid", "duplicates"],
                [("fgrpo", "sft"), ("grpo", "sft"), ("fgrpo", "grpo")])(entry, name)  # fmt: skip
     cfg = parse(["--config", os.path.join(entry.folder(name, "fgrpo", 0), "config.yaml")])
@@ -319,9 +324,11 @@ ENTRIES = {
         "SFT, GRPO, Dr.GRPO, F-GRPO and F-GRPO with causal credit on the built-in world", WORLD,
         [Arm("popularity", [], baseline="popularity"), Arm("sft", SFT), Arm("grpo", ["--method", "grpo"], "sft"),
          Arm("dr_grpo", ["--method", "dr_grpo"], "sft"), Arm("fgrpo", ["--method", "fgrpo"], "sft"),
-         Arm("fgrpo-causal", ["--method", "fgrpo", "--credit", "causal"], "sft")],
-        comparison(["recall@1", "recall@3", "recall@5", "ndcg@3", "slate_recall"],
-                   [("fgrpo", "sft"), ("fgrpo", "dr_grpo"), ("fgrpo-causal", "fgrpo"), ("fgrpo-causal", "dr_grpo")]),
+         Arm("fgrpo-causal", ["--method", "fgrpo", "--credit", "causal"], "sft"),
+         Arm("fgrpo-words", ["--method", "fgrpo", "--train_delimiters", "false"], "sft")],
+        comparison(["recall@1", "recall@5", "ndcg@3", "slate_recall", "invalid"],
+                   [("fgrpo", "sft"), ("fgrpo", "dr_grpo"), ("fgrpo-causal", "fgrpo"), ("fgrpo-causal", "dr_grpo"),
+                    ("fgrpo-words", "fgrpo")]),
         seeds=[0, 1, 2, 3, 4]),
     "movielens": Entry(
         "SFT, GRPO (row dr_grpo) and F-GRPO on MovieLens latest-small, from scratch", "configs/movielens.yaml",

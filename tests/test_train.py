@@ -61,7 +61,9 @@ def weights(run, step: int | str = "best") -> dict[str, torch.Tensor]:
 
 
 def same(a: dict, b: dict, tolerance=0.0) -> bool:
-    return a.keys() == b.keys() and all((a[k] - b[k]).abs().max() <= tolerance * a[k].abs().max().clamp(min=1) for k in a)
+    return a.keys() == b.keys() and all(
+        (a[k] - b[k]).abs().max() <= tolerance * a[k].abs().max().clamp(min=1) for k in a
+    )
 
 
 def contents(folder) -> dict[str, bytes]:
