@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import yaml
 
-from losses import AGGREGATES, METHODS
+from losses import AGGREGATES, METHODS, resolve
 
 
 @dataclass
@@ -33,7 +33,8 @@ class Config:
     method: str = "fgrpo"
     """Row of METHODS in losses.py: one of %(methods)s."""
     steps: int = 100
-    """Optimiser steps (one rollout each, mu updates). A resumed run continues up to this number."""
+    """Optimiser steps (one rollout each, mu updates). A resumed run continues up to this number; it may be raised then,
+    if the schedule is constant (others depend on it)."""
     run_dir: str = "runs/default"
     """Folder for log.jsonl, samples.jsonl, config.yaml and checkpoints/. It must not hold another run."""
     init: str = ""
@@ -111,7 +112,8 @@ class Config:
     dtype: str = "auto"
     """Compute type of forward passes: float32, bfloat16 (autocast; weights stay fp32), auto: bfloat16 on a GPU."""
     attention: str = "auto"
-    """attn_implementation: auto (flash_attention_2 where installed on a GPU, else sdpa), sdpa, eager, ..."""
+    """attn_implementation: auto (flash_attention_2 where installed on a GPU in bfloat16, else sdpa), sdpa,
+    eager or flash_attention_2."""
     checkpointing: bool = False
     """Gradient checkpointing: less memory in the update, about a third more time."""
     trust_remote_code: bool = False
@@ -191,7 +193,7 @@ class Config:
     ndcg_k: int = 5
     """Cutoff of the NDCG in R_rank."""
     ndcg_gain: str = "binary"
-    """Gain of the NDCG in R_rank: binary, linear or exp (2^utility - 1)."""
+    """Gain of NDCG, in R_rank and in evaluation: binary, linear or exp (2^utility - 1)."""
     ndcg_ideal: str = "gold"
     """Ideal ranking of R_rank: gold (all gold items) or slate (only those in the slate: independent of coverage)."""
     format_penalty: float = -1.0
@@ -242,6 +244,7 @@ CHOICES = {  # fields whose value is one word of a short list; checked before an
     "tokenizer": ["word", "line", "byte"],
     "dtype": ["auto", "float32", "bfloat16"],
     "schedule": ["constant", "linear", "cosine"],
+    "attention": ["auto", "sdpa", "eager", "flash_attention_2"],
     "ratio": ["", "none", "token", "unit", "sequence"],
     "aggregate": ["", *AGGREGATES],
     "credit": ["own", "causal"],
@@ -275,9 +278,11 @@ def fail(message: str):
     sys.exit(2)
 
 
-def check(cfg: Config, world_size: int = 1) -> Config:
-    """Refuse impossible settings before anything is loaded; the message names the key and what to do."""
-    row = METHODS.get(cfg.method)
+def check(cfg: Config, world_size: int = 1, training: bool = True) -> Config:
+    """Refuse impossible settings before anything is loaded; the message names the key and what to do.
+
+    training: also those that only matter to train.py (eval.py may truncate its sampling, say).
+    """
     for key, allowed in CHOICES.items():
         if (value := getattr(cfg, key)) not in allowed:
             near = difflib.get_close_matches(value, allowed, 1, 0)
@@ -292,20 +297,6 @@ def check(cfg: Config, world_size: int = 1) -> Config:
         fail(f"--adam_beta2 {cfg.adam_beta2} is outside [0, 1)")
     if not 0 < cfg.top_p <= 1:
         fail(f"--top_p {cfg.top_p} is outside (0, 1]")
-    if cfg.top_p < 1 and row.source == "sample":
-        fail("--top_p below 1 would train on another distribution than it samples from: use --top_p 1 "
-             "(eval.py may truncate)")  # fmt: skip
-    if row.source == "sample" and row.baseline in ("mean", "loo") and cfg.group_size < 2:
-        fail(f"--group_size {cfg.group_size}: method {cfg.method} compares samples of a prompt, so it needs at least 2")
-    if row.source == "sample" and cfg.temperature == 0:
-        fail("--temperature 0 makes all samples of a prompt equal: nothing to learn from; use 1")
-    if cfg.batch_size % world_size:
-        fail(f"--batch_size {cfg.batch_size} is not divisible by {world_size} ranks: "
-             f"use {max(1, cfg.batch_size // world_size) * world_size}")  # fmt: skip
-    if cfg.credit == "causal" and row.unit == "sequence":
-        fail(f"--credit causal needs a method with phases; {cfg.method} has one unit per sample")
-    if cfg.kl == "k2" and cfg.kl_ratio and cfg.beta:
-        fail("--kl k2 with --kl_ratio has a wrong gradient: use --kl k3 (or k1), or --kl_ratio false")
     if len(cfg.tags) != 4 or len(set(cfg.tags)) != 4 or not all(t.strip() for t in cfg.tags):
         fail(f"--tags {' '.join(cfg.tags)}: four different strings are needed (slate open, close, rank open, close)")
     if any(a != b and a in b for a in cfg.tags for b in cfg.tags):
@@ -326,15 +317,50 @@ def check(cfg: Config, world_size: int = 1) -> Config:
         )
     if not cfg.eval_k or min(cfg.eval_k) < 1:
         fail("--eval_k needs cutoffs of at least 1")
+    if cfg.width % 32:
+        fail(f"--width {cfg.width} is not a multiple of the head size 32")
+    if max(cfg.seed, cfg.data_seed) >= 2**63:
+        fail("--seed and --data_seed must be below 2^63")
+    if cfg.rank_form == "position" and cfg.template == "instruct":
+        fail("--rank_form position: the instruct prompts ask for titles or pool numbers; use --template terse")
+    if cfg.demo_order == "chain" and (cfg.data != "world" or cfg.show_pool):
+        fail("--demo_order chain is for the built-in world without a pool; use pool, shuffled or gold_first")
+    if training:
+        check_training(cfg, world_size)
+    return cfg
+
+
+def check_training(cfg: Config, world_size: int) -> None:
+    """What an evaluation may ask for and a training run may not."""
+    row = resolve(cfg)
+    samples = row.source == "sample"
+    if cfg.top_p < 1 and samples:
+        fail("--top_p below 1 would train on another distribution than it samples from: use --top_p 1 "
+             "(eval.py may truncate)")  # fmt: skip
+    if samples and row.baseline in ("mean", "loo") and cfg.group_size < 2:
+        fail(f"--group_size {cfg.group_size}: method {cfg.method} compares samples of a prompt, so it needs at least 2")
+    if samples and cfg.temperature == 0:
+        fail("--temperature 0 makes all samples of a prompt equal: nothing to learn from; use 1")
+    if not samples and row.ratio != "none":
+        fail(f"--ratio {row.ratio}: demonstrations have no sampler, so method {cfg.method} takes no ratio")
+    if samples and row.ratio == "none" and cfg.mu > 1:
+        fail(
+            f"--mu {cfg.mu}: without a ratio the later updates would be off policy uncorrected; use --mu 1 or --ratio token"
+        )
+    if cfg.warmup >= cfg.steps > 1:
+        fail(f"--warmup {cfg.warmup} leaves none of --steps {cfg.steps} at full rate")
+    if cfg.batch_size % world_size:
+        fail(f"--batch_size {cfg.batch_size} is not divisible by {world_size} ranks: "
+             f"use {max(1, cfg.batch_size // world_size) * world_size}")  # fmt: skip
+    if cfg.credit == "causal" and row.unit == "sequence":
+        fail(f"--credit causal needs a method with phases; {cfg.method} has one unit per sample")
+    if cfg.kl == "k2" and cfg.kl_ratio and cfg.beta:
+        fail("--kl k2 with --kl_ratio has a wrong gradient: use --kl k3 (or k1), or --kl_ratio false")
     names = [f"{m}@{k}" for m in ("recall", "precision", "hit", "ndcg", "mrr") for k in cfg.eval_k]
     names += ["mrr", "slate_recall", "slate_precision"]
     if cfg.best_metric not in names:
-        fail(
-            f"--best_metric {cfg.best_metric!r} is not evaluated; nearest: {difflib.get_close_matches(cfg.best_metric, names, 1, 0)[0]!r}"
-        )
-    if cfg.width % 32:
-        fail(f"--width {cfg.width} is not a multiple of the head size 32")
-    return cfg
+        near = difflib.get_close_matches(cfg.best_metric, names, 1, 0)[0]
+        fail(f"--best_metric {cfg.best_metric!r} is not evaluated; nearest: {near!r}")
 
 
 class Parser(argparse.ArgumentParser):
@@ -407,8 +433,11 @@ def read_yaml(path: str) -> dict:
     return loaded or {}
 
 
-def parse(argv: list[str] | None = None, world_size: int = 1) -> Config:
-    """Command line -> checked Config. Errors: exit code 2 and one line."""
+def parse(argv: list[str] | None = None, world_size: int = 1, training: bool = True) -> Config:
+    """Command line -> checked Config. Errors: exit code 2 and one line.
+
+    Not training (eval.py): without --config, an --init that is a run folder brings its own settings.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     p = parser()
     first, unknown = p.parse_known_args(argv)
@@ -419,6 +448,9 @@ def parse(argv: list[str] | None = None, world_size: int = 1) -> Config:
         path = os.path.join(first.run_dir, "config.yaml")
         if not os.path.exists(path):
             fail(f"--resume: {first.run_dir} holds no run (no config.yaml); give --run_dir of the run to continue")
+    own = os.path.join(first.init, "config.yaml")
+    if not path and not training and first.init and os.path.isfile(own):
+        path = own
     if path:
         p.source, flags = f"{path}: ", []
         for key, value in read_yaml(path).items():
@@ -435,7 +467,7 @@ def parse(argv: list[str] | None = None, world_size: int = 1) -> Config:
             flags += [f"--{key}={v}" for v in values] if len(values) == 1 else [f"--{key}", *map(str, values)]
         p.set_defaults(**vars(p.parse_args(flags)))
         p.source = ""
-    return check(Config(**vars(p.parse_args(argv))), world_size)
+    return check(Config(**vars(p.parse_args(argv))), world_size, training)
 
 
 def dump(cfg: Config) -> str:

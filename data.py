@@ -48,11 +48,13 @@ class Example:
 
 @dataclass
 class Split:
-    """A loaded split: its examples, counts of what was dropped and why, and how often training users took an item."""
+    """A loaded split: its examples, counts of what was dropped and why, how often training users took an item, and the
+    catalog: every item that any split's prompts may name (the vocabulary of a tokenizer made from titles)."""
 
     examples: list[Example]
     dropped: dict[str, int] = field(default_factory=dict)
     popularity: dict[str, int] = field(default_factory=dict)
+    catalog: list[str] = field(default_factory=list)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -157,7 +159,7 @@ def load_world(cfg: Config, split: str) -> Split:
     Demonstrations come from a careless teacher: a slate runs around the right circle but starts up to world_slack
     places off, and its ranking starts anywhere in the slate. So SFT teaches form and neighbourhood, and leaves the
     right start (slate) and the right order (ranking) for reinforcement to find.
-    Examples are told apart by their history: equal ones always fall into the same split.
+    A history belongs to one split, by its hash; within a split equal ones may repeat, as often as they are likely.
     """
     circles = world_catalog(cfg)
     catalog = [title for circle in circles for title in circle]
@@ -165,20 +167,18 @@ def load_world(cfg: Config, split: str) -> Split:
     rng = np.random.default_rng([cfg.data_seed, seeds[split]])
     share = {"train": range(0, 8), "valid": range(8, 9), "test": range(9, 10)}[split]
     wanted = cfg.world_examples if split == "train" else max(1, cfg.world_examples // 8)
-    examples, seen, tries = [], set(), 0
+    examples, tries = [], 0
     while len(examples) < wanted:
         tries += 1
         if tries > 200 * wanted + 10_000:
-            fail(f"the built-in world has too few different histories for {wanted} {split} examples: raise --history "
-                 f"or --world_noise, or lower --world_examples (reached {len(examples)})")  # fmt: skip
+            fail(f"the built-in world has too few different histories for a {split} split: raise --history or "
+                 f"--world_noise (reached {len(examples)} of {wanted} examples)")  # fmt: skip
         c, start = rng.integers(cfg.world_clusters), rng.integers(cfg.world_items)
         walk = [circles[c][(start + j) % cfg.world_items] for j in range(cfg.history + cfg.world_items)]
         noise = rng.random(cfg.history) < cfg.world_noise
         history = [str(rng.choice(catalog)) if n else title for title, n in zip(walk, noise)]
-        key = "\n".join(history)
-        if stable_hash(key) % 10 not in share or (key in seen and split != "train"):
+        if stable_hash("\n".join(history)) % 10 not in share:
             continue
-        seen.add(key)
         ahead = walk[cfg.history :]  # the circle from the right next title on
         gold = {title: float(cfg.world_gold - j) for j, title in enumerate(ahead[: cfg.world_gold])}
         candidates = catalog
@@ -203,7 +203,7 @@ def load_world(cfg: Config, split: str) -> Split:
     for e in examples if split == "train" else load_world(cfg, "train").examples:
         for title in e.gold:
             popularity[title] = popularity.get(title, 0) + 1
-    return Split(examples, {"equal history drawn again": tries - wanted} if split != "train" else {}, popularity)
+    return Split(examples, {}, popularity, catalog)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -449,7 +449,7 @@ def next_item(cfg: Config, split: str, events, named) -> Split:
         demo = demonstrate(cfg, pool, gold, rng)
         prompt = write_prompt(cfg, "recommend", pool, history=history)
         examples.append(Example(id, prompt, pool if cfg.show_pool else catalog, gold, demo, history))
-    return Split(examples, +dropped, {names[i]: int(count[i]) for i in np.flatnonzero(count)})
+    return Split(examples, +dropped, {names[i]: int(count[i]) for i in np.flatnonzero(count)}, catalog)
 
 
 def half_stars(text: str) -> float:
@@ -631,7 +631,7 @@ def load_musique(cfg: Config, split: str) -> Split:
 
 @dataclass
 class Dataset:
-    """load(cfg, split) -> Split; what: one line; where: the official source; task: its TEMPLATES."""
+    """load(cfg, split) -> Split; what: one line; where: the official source."""
 
     load: Callable[[Config, str], Split]
     what: str
@@ -704,10 +704,13 @@ def fit(split: Split, tokenizer, cfg: Config) -> tuple[list[Example], list[list[
 
 
 def order(n: int, seed: int, step: int, batch_size: int) -> list[int]:
-    """Indices of the examples of one step: epochs are permutations, a pure function of (seed, step) (F48)."""
-    at = range(step * batch_size, (step + 1) * batch_size)
-    perms = {e: np.random.default_rng([seed, 7, e]).permutation(n) for e in {i // n for i in at}}
-    return [int(perms[i // n][i % n]) for i in at]
+    """Indices of the examples of one step, all different, a pure function of (seed, step) (F48).
+
+    An epoch is a permutation cut into whole batches; the rest of it is left out (a batch across its end could hold a
+    prompt twice, with the same samples).
+    """
+    epoch, at = divmod(step, n // batch_size)
+    return np.random.default_rng([seed, 7, epoch]).permutation(n)[at * batch_size : (at + 1) * batch_size].tolist()
 
 
 def main(argv: list[str]) -> None:
@@ -726,11 +729,11 @@ def main(argv: list[str]) -> None:
         if not rest[at + 1 : at + 2] or not rest[at + 1].isdigit():
             fail("-n needs a whole number")
         n, rest = int(rest[at + 1]), rest[:at] + rest[at + 2 :]
-    cfg = parse([*rest, "--data", argv[1]])
+    cfg = parse([*rest, "--data", argv[1]], training=False)
     split = load(cfg)
     from model import load_tokenizer
 
-    tokenizer = load_tokenizer(cfg, split.examples)
+    tokenizer = load_tokenizer(cfg, split.examples, split.catalog)
     examples, prompts = fit(split, tokenizer, cfg)
     lengths = [len(p) for p in prompts]
     print(f"{cfg.data} {cfg.split}: {len(examples)} examples; prompt tokens {min(lengths)}..{max(lengths)}")

@@ -22,7 +22,8 @@ import data
 import model as lm
 import rewards
 from config import Config, dump, fail, parse
-from rollout import rollout
+from rollout import Rollout, rollout
+from run import lines_of, write
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Metrics of one list
@@ -68,10 +69,16 @@ def paired_bootstrap(a, b, level=0.95, resamples=10_000, seed=0, indices=None, c
     _, unit = np.unique(np.arange(len(d)) if clusters is None else np.asarray(clusters), return_inverse=True)
     sums, sizes = np.bincount(unit, d), np.bincount(unit)
     rng = np.random.default_rng(seed)
-    if indices is None:
-        indices = rng.integers(0, len(sums), size=(resamples, len(sums)))
-    indices = np.asarray(indices)
-    means = sums[indices].sum(1) / sizes[indices].sum(1)
+    chunk = max(1, 2_000_000 // len(sums))  # resamples at a time: 10,000 x n indices would fill the memory
+    means = []
+    for i in range(0, resamples if indices is None else len(indices), chunk):
+        some = (
+            rng.integers(0, len(sums), size=(min(chunk, resamples - i), len(sums)))
+            if indices is None
+            else np.asarray(indices[i : i + chunk])
+        )
+        means.append(sums[some].sum(1) / sizes[some].sum(1))
+    means = np.concatenate(means)
     lo, hi = np.quantile(means, [(1 - level) / 2, 1 - (1 - level) / 2])
     return {"mean_difference": float(d.mean()), "lo": float(lo), "hi": float(hi), "significant": bool(lo > 0 or hi < 0),
             "means": means}  # fmt: skip
@@ -91,10 +98,19 @@ class Policy:
     stop: list[int]
     dtype: torch.dtype
 
+    def rollout(
+        self, prompts: list[list[int]], samples: int, temperature: float, keys: list[tuple], cfg: Config
+    ) -> Rollout:
+        """Samples of every prompt under the configuration's limits, with the weights whole on this rank."""
+        prefix = self.tokenizer(cfg.prefix, add_special_tokens=False)["input_ids"] if cfg.prefix else []
+        with lm.gathered(self.model):
+            return rollout(self.model, prompts, samples, self.stop, max_new_tokens=cfg.max_new_tokens, temperature=temperature,
+                           top_p=cfg.top_p, keys=keys, prefix=prefix, kv_tokens=cfg.kv_tokens, dtype=self.dtype)  # fmt: skip
 
-def open_policy(cfg: Config, examples: list, device: torch.device) -> Policy:
-    """Load or build model and tokenizer for the configuration."""
-    tokenizer = lm.load_tokenizer(cfg, examples)
+
+def open_policy(cfg: Config, split: data.Split, device: torch.device) -> Policy:
+    """Load or build model and tokenizer for the configuration; split: what a new tokenizer is made from."""
+    tokenizer = lm.load_tokenizer(cfg, split.examples, split.catalog)
     model = lm.load(cfg, tokenizer, device)
     return Policy(
         model, tokenizer, rewards.token_bytes(tokenizer), lm.stop_ids(model, tokenizer), lm.compute_dtype(cfg, device)
@@ -111,24 +127,15 @@ def metrics_of(example, slate: list[str], ranking: list[str], cfg: Config) -> di
 def evaluate(policy: Policy, examples: list, prompts: list[list[int]], cfg: Config, progress=False) -> list[dict]:
     """One completion per example -> a row per example, in their order. Examples are shared over ranks (F47)."""
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    prefix = policy.tokenizer(cfg.prefix, add_special_tokens=False)["input_ids"] if cfg.prefix else []
     mine, rows = list(range(rank, len(examples), world)), {}
     chunks = [mine[i : i + 256] for i in range(0, len(mine), 256)]
-    with lm.gathered(policy.model):
-        for at in tqdm(chunks, "evaluate", disable=not progress, leave=False):
-            roll = rollout(policy.model, [prompts[i] for i in at], 1, policy.stop, max_new_tokens=cfg.max_new_tokens,
-                           temperature=cfg.eval_temperature, top_p=cfg.top_p, keys=[(cfg.seed, 0, i) for i in at],
-                           prefix=prefix, kv_tokens=cfg.kv_tokens, dtype=policy.dtype)  # fmt: skip
-            scored = rewards.score(roll, [examples[i] for i in at], policy.pieces, cfg, "phase")
-            for j, i in enumerate(at):
-                extra = {k: scored.parts[k][j] for k in ("invalid", "duplicates", "out_of_pool", "length", "finished")}
-                metrics = {**metrics_of(examples[i], *scored.answers[j], cfg), **extra}
-                rows[i] = {
-                    "id": examples[i].id,
-                    "text": scored.texts[j],
-                    "ranking": scored.answers[j][1],
-                    "metrics": metrics,
-                }
+    for at in tqdm(chunks, "evaluate", disable=not progress, leave=False):
+        roll = policy.rollout([prompts[i] for i in at], 1, cfg.eval_temperature, [(cfg.seed, 0, i) for i in at], cfg)
+        scored = rewards.score(roll, [examples[i] for i in at], policy.pieces, cfg, "phase")
+        for j, i in enumerate(at):
+            extra = {k: scored.parts[k][j] for k in ("invalid", "duplicates", "out_of_pool", "length", "finished")}
+            rows[i] = {"id": examples[i].id, "gold": examples[i].gold, "text": scored.texts[j], "ranking": scored.answers[j][1],
+                       "metrics": {**metrics_of(examples[i], *scored.answers[j], cfg), **extra}}  # fmt: skip
     if world > 1:
         parts = [None] * world
         dist.all_gather_object(parts, rows)
@@ -138,6 +145,8 @@ def evaluate(policy: Policy, examples: list, prompts: list[list[int]], cfg: Conf
 
 def baseline_rows(kind: str, split: data.Split, cfg: Config) -> list[dict]:
     """random: a seeded order of the pool; popularity: by training counts, ties by pool order. No slate: the pool is ranked."""
+    if kind == "popularity" and not split.popularity:
+        fail(f"--baseline popularity: {cfg.data} has no users whose choices could be counted")
     rows = []
     for e in split.examples:
         rng = np.random.default_rng([cfg.data_seed, data.stable_hash(e.id) >> 1])
@@ -146,7 +155,7 @@ def baseline_rows(kind: str, split: data.Split, cfg: Config) -> list[dict]:
         else:
             ranking = sorted(e.candidates, key=lambda c: -split.popularity.get(c, 0))
         metrics = metrics_of(e, ranking[: cfg.slate_size], ranking[: cfg.rank_size], cfg)
-        rows.append({"id": e.id, "ranking": ranking[: cfg.rank_size], "metrics": metrics})
+        rows.append({"id": e.id, "gold": e.gold, "ranking": ranking[: cfg.rank_size], "metrics": metrics})
     return rows
 
 
@@ -197,24 +206,8 @@ def table(result: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def write(path: str, text: str) -> None:
-    """Write aside, sync, rename: a reader sees the old file or the new one, never half of it (F50)."""
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(path + ".tmp", path)
-
-
-def lines_of(rows: list[dict]) -> str:
-    return "".join(json.dumps(r) + "\n" for r in rows)
-
-
 def main(argv: list[str]) -> dict[str, dict]:
-    first = parse([*argv, "--method", "sft"])  # sampling rules of a training method do not bind an evaluation
-    own = os.path.join(first.init, "config.yaml")
-    if not first.config and first.init and os.path.isfile(own):
-        first = parse(["--config", own, *argv, "--method", "sft"])
+    first = parse(argv, training=False)
     explicit = any(a == "--run_dir" or a.startswith("--run_dir=") for a in argv)
     home = first.init if first.init and os.path.isdir(os.path.join(first.init, "checkpoints")) else first.run_dir
     cfg = replace(first, run_dir=first.run_dir if explicit else home)
@@ -226,13 +219,14 @@ def main(argv: list[str]) -> dict[str, dict]:
         rows = baseline_rows(cfg.baseline, split, cfg)
     else:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        policy = open_policy(cfg, split.examples, device)
+        policy = open_policy(cfg, split, device)
         examples, prompts = data.fit(split, policy.tokenizer, cfg)
         rows = evaluate(policy, examples, prompts, cfg, progress=sys.stderr.isatty())
-    if other is not None and (gone := {r["id"] for r in rows} - {r["id"] for r in other}):
-        fail(
-            f"--against {cfg.against}: it lacks {len(gone)} of {len(rows)} examples, such as {min(gone)}; evaluate both on the same data"
-        )
+    if other is not None:
+        theirs = {r["id"]: r.get("gold") for r in other}
+        if wrong := [r["id"] for r in rows if theirs.get(r["id"]) != r["gold"]]:
+            fail(f"--against {cfg.against}: it lacks {len(wrong)} of {len(rows)} examples or has other gold for them, such as "
+                 f"{wrong[0]}; evaluate both on the same data")  # fmt: skip
     result = compare(rows, other)
     name = f"eval_{cfg.split}" + (f"_{cfg.baseline}" if cfg.baseline else "")
     os.makedirs(cfg.run_dir, exist_ok=True)

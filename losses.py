@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 
 
+UNITS = {"sequence": 1, "phase": 2}  # how many units a sample has
+
+
 @dataclass(frozen=True)
 class Method:
     """Answers of one algorithm.
@@ -38,6 +41,20 @@ class Method:
     clip: tuple[float, float] | None
     aggregate: str
 
+    @property
+    def units(self) -> int:
+        """U, the number of units of a sample."""
+        return UNITS[self.unit]
+
+    def weights(self, lam: float) -> list[float]:
+        """Weight of each unit: 1 for the first, lambda for those after it."""
+        return [1.0] + [lam] * (self.units - 1)
+
+    @property
+    def apart(self) -> bool:
+        """Has each unit its own normaliser?"""
+        return self.unit == "phase"
+
 
 METHODS = {
     # name              source    unit        baseline scale   ratio    clip        aggregate
@@ -47,7 +64,6 @@ METHODS = {
     "dr_grpo":   Method("sample", "sequence", "mean", "none",  "token", (0.2, 0.2), "const_len"),
     "fgrpo":     Method("sample", "phase",    "mean", "none",  "token", (0.2, 0.2), "const_len"),
 }  # fmt: skip
-UNITS = {"sequence": 1, "phase": 2}  # U of each kind of unit
 
 
 def resolve(cfg) -> Method:
@@ -69,7 +85,7 @@ def advantages(reward: Tensor, valid: Tensor, group: Tensor, baseline="mean", sc
 
     reward (B,U); valid (B,U) bool, False = cannot be scored; group (B,) int, rows of one prompt share it, in any order.
     mean: r - group mean. loo: r - mean of the others (RLOO, 2402.14740). none: r. std: divided by the group's standard
-    deviation + eps (GRPO, 2402.03300); batch_std: by that of the whole batch; none: not divided (Dr.GRPO, 2503.20783).
+    deviation + eps (GRPO, 2402.03300); batch_std: by that of these rows (one rank's); none: not divided (Dr.GRPO, 2503.20783).
     Exactly 0: unscorable units, groups with fewer than 2 scorable members, groups whose rewards are all equal (F21).
     """
     reward = torch.where(valid, reward, 0)
@@ -250,7 +266,9 @@ def policy_loss(
         gap = torch.where(mask, r - 1, 0)
         low, high = row.clip or (float("inf"), float("inf"))
         metrics = {
-            "loss_pos": (torch.where(adv > 0, per_token, 0) / denom).sum(),  # by sign: their sum is 0 at mu = 1 (F24)
+            "loss_pos": (
+                torch.where(adv > 0, per_token, 0) / denom
+            ).sum(),  # by sign: at mu = 1 they all but cancel (F24)
             "loss_neg": (torch.where(adv < 0, per_token, 0) / denom).sum(),
             "clip_low": (mask & (adv < 0) & (gap < -low)).double().sum() / tokens,
             "clip_high": (mask & (adv > 0) & (gap > high)).double().sum() / tokens,

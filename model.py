@@ -59,10 +59,10 @@ def checkpoint_of(path: str) -> str:
     return os.path.join(folder, "best" if "best" in names else steps[-1])
 
 
-def load_tokenizer(cfg: Config, examples=()):
-    """The tokenizer of --init, or one built from the examples (their prompts, demonstrations and candidates)."""
+def load_tokenizer(cfg: Config, examples=(), catalog=()):
+    """The tokenizer of --init, or one built from the examples (prompts, demonstrations, candidates) and the catalog."""
     if not cfg.init:
-        titles = {c for pool in {id(e.candidates): e.candidates for e in examples}.values() for c in pool}
+        titles = set(catalog).union(*{id(e.candidates): e.candidates for e in examples}.values())
         texts = {t for e in examples for t in (e.prompt, e.demo)} | {f"{t}\n" for t in titles}
         return build_tokenizer(cfg.tokenizer, texts)
     from transformers import AutoTokenizer
@@ -117,7 +117,8 @@ def attention_of(cfg: Config, device: torch.device) -> str:
 
     if cfg.attention != "auto":
         return cfg.attention
-    return "flash_attention_2" if device.type == "cuda" and is_flash_attn_2_available() else "sdpa"
+    flash = device.type == "cuda" and is_flash_attn_2_available() and compute_dtype(cfg, device) != torch.float32
+    return "flash_attention_2" if flash else "sdpa"
 
 
 def compute_dtype(cfg: Config, device: torch.device) -> torch.dtype:

@@ -1,7 +1,7 @@
 """Every table and figure: resumable arms (config x method x seed), then a report under results/.
 
 An arm is a train.py command and the evaluation of what it trained; it is done when its run folder holds the evaluation,
-and a stopped one goes on from its checkpoint. Independent arms run side by side, one thread each. ENTRIES at the end is
+and a stopped one goes on from its checkpoint. One made with other settings than today's is refused, not reused. Independent arms run side by side, one thread each. ENTRIES at the end is
 the list. Left out: launching on a cluster (each arm prints its commands, which torchrun takes as they are).
 
     python repro.py list
@@ -24,8 +24,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import data
-from config import parse
-from eval import compare, paired_bootstrap, read_rows, write
+from config import parse, read_yaml
+from eval import compare, read_rows
+from run import write
 
 RUNS, RESULTS = "runs", "results"
 
@@ -70,11 +71,13 @@ def result_of(folder: str, arm: Arm) -> str:
 
 
 def run_arm(entry: Entry, name: str, arm: Arm, seed: int) -> None:
-    """Run what is missing of an arm; its output goes to output.txt in its run folder. Raises if a command fails."""
+    """Run what is missing of an arm; its output goes to FOLDER.txt. Raises if a command fails or was stopped."""
     folder = entry.folder(name, arm.name, seed)
-    if os.path.exists(result_of(folder, arm)):
+    if done(entry, name, arm, seed):
         return
     began = time.time()
+    os.makedirs(os.path.dirname(folder), exist_ok=True)
+    write(f"{folder}.recipe", recipe(entry, name, arm, seed))
     for command in commands(entry, name, arm, seed):
         if command[0] == "train.py":
             checkpoints = os.path.join(folder, "checkpoints")
@@ -82,13 +85,35 @@ def run_arm(entry: Entry, name: str, arm: Arm, seed: int) -> None:
                 command = ["train.py", "--run_dir", folder, "--resume"]
             elif os.path.isdir(folder):
                 shutil.rmtree(folder)  # stopped before its first checkpoint: nothing to keep
-        os.makedirs(os.path.dirname(folder), exist_ok=True)
         with open(f"{folder}.txt", "a", encoding="utf-8") as out:
             code = subprocess.run([sys.executable, *command], stdout=out, stderr=out).returncode
         if code:
-            tail = open(f"{folder}.txt", encoding="utf-8").read().strip().splitlines()[-5:]
+            with open(f"{folder}.txt", encoding="utf-8") as f:
+                tail = f.read().strip().splitlines()[-5:]
             raise RuntimeError(f"{' '.join(command)} ended with {code}; see {folder}.txt:\n  " + "\n  ".join(tail))
+        if (
+            command[0] == "train.py"
+            and log_of(folder)[-1]["step"] < read_yaml(os.path.join(folder, "config.yaml"))["steps"]
+        ):
+            raise RuntimeError(f"{arm.name} seed {seed} was stopped before its last step")
     print(f"  {arm.name} seed {seed}: done in {time.time() - began:.0f} s", flush=True)
+
+
+def recipe(entry: Entry, name: str, arm: Arm, seed: int) -> str:
+    """What an arm was made by: its commands and the text of its configuration."""
+    with open(entry.config, encoding="utf-8") as f:
+        return "\n".join(" ".join(c) for c in commands(entry, name, arm, seed)) + "\n\n" + f.read()
+
+
+def done(entry: Entry, name: str, arm: Arm, seed: int) -> bool:
+    """Is the arm's evaluation there? Stops if what is there was made with other settings."""
+    folder = entry.folder(name, arm.name, seed)
+    path = f"{folder}.recipe"
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as f:
+            if f.read() != recipe(entry, name, arm, seed):
+                sys.exit(f"{folder} was made with other settings (see {path}); delete {RUNS}/{name} to make it again")
+    return os.path.exists(result_of(folder, arm))
 
 
 def state(entry: Entry, name: str, arm: Arm, seed: int) -> str:
@@ -109,12 +134,8 @@ def run(name: str, jobs: int) -> None:
         except SystemExit:  # the line above said which file is missing and where to get it
             print(f"{name} left out: it needs {entry.needs} in $DATA_DIR or data/", flush=True)
             return
-    todo = [
-        (a, s)
-        for s in entry.seeds
-        for a in entry.arms
-        if not os.path.exists(result_of(entry.folder(name, a.name, s), a))
-    ]
+    todo = [(a, s) for s in entry.seeds for a in entry.arms if not done(entry, name, a, s)]
+    todo.sort(key=lambda t: bool(t[0].after))  # first what others wait for, so that none holds a worker for nothing
     total = len(entry.arms) * len(entry.seeds)
     print(f"{name}: {entry.what}; {total - len(todo)} of {total} arms are there already", flush=True)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
@@ -158,11 +179,21 @@ def log_of(folder: str) -> list[dict]:
         return [json.loads(line) for line in f if line.endswith("\n")]
 
 
+T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}  # 97.5 % point of Student's t, n - 1
+
+
+def t_interval(differences: np.ndarray) -> dict[str, float]:
+    """Mean of paired differences over seeds and its 95 % interval by Student's t (a bootstrap of so few is too narrow)."""
+    n, mean = len(differences), float(differences.mean())
+    half = T95[n] * float(differences.std(ddof=1)) / n**0.5
+    return {"difference": mean, "difference_lo": mean - half, "difference_hi": mean + half}
+
+
 def comparison(columns: list[str], pairs: list[tuple[str, str]]) -> Callable[[Entry, str], None]:
     """Report: a table of test means with the spread over seeds, and paired differences of arms with intervals.
 
-    One seed: the interval resamples test examples. Several: it resamples seeds (each seed's mean difference is one unit),
-    because runs differ more than examples do.
+    One seed: the interval resamples test examples. Several: Student's t over the seeds' differences, because runs differ
+    more than examples do.
     """
 
     def report(entry: Entry, name: str) -> None:
@@ -183,8 +214,7 @@ def comparison(columns: list[str], pairs: list[tuple[str, str]]) -> Callable[[En
             cells = []
             for j, c in enumerate(columns):
                 if n > 1:
-                    d = paired_bootstrap(scores[a][:, j], scores[b][:, j])
-                    d = {"difference": d["mean_difference"], "difference_lo": d["lo"], "difference_hi": d["hi"]}
+                    d = t_interval(scores[a][:, j] - scores[b][:, j])
                 else:
                     arms = {arm.name: arm for arm in entry.arms}
                     d = compare(
@@ -280,8 +310,8 @@ def coloured(text: str, tags: list[str], gold: dict[str, float]) -> str:
 
 def demo_report(entry: Entry, name: str) -> None:
     """The comparison, and one test example as the arms answer it, coloured by phase."""
-    comparison(["recall@1", "recall@3", "recall@5", "ndcg@3", "slate_recall", "invalid", "duplicates"],
-               [("fgrpo", "sft"), ("grpo", "sft"), ("fgrpo", "grpo")])(entry, name)  # fmt: skip
+    comparison(["recall@1", "recall@5", "ndcg@3", "slate_recall", "invalid", "duplicates"],
+               [("fgrpo", "sft"), ("dr_grpo", "sft"), ("fgrpo", "dr_grpo")])(entry, name)  # fmt: skip
     cfg = parse(["--config", os.path.join(entry.folder(name, "fgrpo", 0), "config.yaml")])
     example = data.load(cfg, "test").examples[0]
     print(f"\nOne test example. {example.prompt.strip()}\nGold: {', '.join(example.gold)}")
@@ -297,28 +327,17 @@ def demo_report(entry: Entry, name: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # The list
 
-SFT = ["--method", "sft", "--steps", "400", "--batch_size", "64", "--lr", "1e-3", "--schedule", "linear"]
-MOVIELENS_SFT = [
-    "--method",
-    "sft",
-    "--steps",
-    "1600",
-    "--batch_size",
-    "64",
-    "--lr",
-    "2e-3",
-    "--warmup",
-    "50",
-    "--schedule",
-    "linear",
-]
+SFT = "--method sft --steps 400 --batch_size 64 --lr 1e-3 --schedule linear".split()
+MOVIELENS_SFT = (
+    "--method sft --steps 1600 --batch_size 64 --lr 2e-3 --warmup 50 --schedule linear --save_every 400".split()
+)
 WORLD = "configs/demo.yaml"
 
 ENTRIES = {
     # The paper's GRPO baseline divides by no standard deviation: that is the row dr_grpo, one column away from fgrpo.
     "demo": Entry(
-        "SFT, GRPO (row dr_grpo) and F-GRPO on the built-in world", WORLD,
-        [Arm("sft", SFT), Arm("grpo", ["--method", "dr_grpo"], "sft"), Arm("fgrpo", ["--method", "fgrpo"], "sft")],
+        "SFT, GRPO (the row dr_grpo, as in the paper) and F-GRPO on the built-in world", WORLD,
+        [Arm("sft", SFT), Arm("dr_grpo", ["--method", "dr_grpo"], "sft"), Arm("fgrpo", ["--method", "fgrpo"], "sft")],
         demo_report),
     "world": Entry(
         "SFT, GRPO, Dr.GRPO, F-GRPO and F-GRPO with causal credit on the built-in world", WORLD,

@@ -265,7 +265,7 @@ class Scored:
 
     unit_ids (B,T) int64: 0 = not trained; sequence: 1 on all sampled tokens; phase: slate 1, ranking 2, delimiters 0
     reward (B,U) float64; valid (B,U) bool, False = cannot be scored (NaN reward)
-    parts: columns to log, B numbers each; texts, parsed: B each
+    parts: columns to log, B numbers each; texts and answers (slate, ranking): B each
     """
 
     unit_ids: Tensor
@@ -318,49 +318,51 @@ def rewards_of(slate: list[str], ranking: list[str], gold: dict[str, float], cfg
     return slate_scores(slate, gold)[cfg.slate_reward], ndcg(ranking, ideal, cfg.ndcg_k, cfg.ndcg_gain)
 
 
+def units_of(parsed: Parsed, pieces: list[bytes], text: str, cfg, unit: str) -> list[int]:
+    """Unit of every token of a completion, by the unit of the method and the switches of the configuration."""
+    if not parsed.valid and cfg.format_scope == "none":
+        return [0] * len(pieces)
+    if unit == "sequence":
+        return [1] * len(pieces)
+    if cfg.train_delimiters or not parsed.valid:
+        return halves(pieces, cfg.tags)
+    return phase_units(pieces, text, [parsed.slate_span, parsed.rank_span])
+
+
 def score(roll, examples: list, pieces: list[bytes], cfg, unit: str) -> Scored:
     """Parse and score every completion of a rollout; examples[roll.group[b]] is the request of row b.
 
     sequence: R_joint = R_slate + lambda R_rank on all sampled tokens (GRPO). phase: R_slate on slate tokens, R_rank on
-    ranking tokens (F-GRPO). A malformed completion gets format_penalty in place of both rewards, on all of
-    its tokens (format_scope).
+    ranking tokens (F-GRPO). A malformed completion gets format_penalty in place of both rewards, on all of its tokens
+    (format_scope). Forced tokens (prefix) are read, never trained (F18).
     """
     names = names_of(examples)
-    prefixes = [[]] * len(roll.group)
-    if cfg.prefix:  # forced tokens: read, never trained (F18)
-        prefixes = [[cfg.prefix.encode()]] * len(roll.group)
+    prefix = [cfg.prefix.encode()] if cfg.prefix else []
     unit_ids, rewards, texts, answers = torch.zeros_like(roll.tokens), [], [], []
     parts: dict[str, list[float]] = {}
     group, mask = roll.group.tolist(), roll.mask.cpu()
     for b, row in enumerate(roll.tokens.cpu()):
         example = examples[group[b]]
-        own = [pieces[t] if t < len(pieces) else b"" for t in row[mask[b]].tolist()]
-        text = join([*prefixes[b], *own])
-        parsed = parse(text, cfg.tags, cfg.strict_rank, names[id(example.candidates)])
-        slate, ranking = read(parsed, example, names[id(example.candidates)], cfg)
-        scores = slate_scores(slate, example.gold)
+        known = names[id(example.candidates)]
+        said = prefix + [pieces[t] if t < len(pieces) else b"" for t in row[mask[b]].tolist()]
+        text = join(said)
+        parsed = parse(text, cfg.tags, cfg.strict_rank, known)
+        slate, ranking = read(parsed, example, known, cfg)
         r_slate, r_rank = rewards_of(slate, ranking, example.gold, cfg) if parsed.valid else (cfg.format_penalty,) * 2
-        reward = [r_slate + cfg.lam * r_rank] if unit == "sequence" else [r_slate, r_rank]
-        all_pieces = [*prefixes[b], *own]
-        if not parsed.valid and cfg.format_scope == "none":
-            units = [0] * len(all_pieces)
-        elif unit == "sequence":
-            units = [1] * len(all_pieces)
-        elif cfg.train_delimiters or not parsed.valid:
-            units = halves(all_pieces, cfg.tags)
-        else:
-            units = phase_units(all_pieces, text, [parsed.slate_span, parsed.rank_span])
-        units = units[len(prefixes[b]) :]
-        unit_ids[b, : len(own)] = torch.tensor(units, dtype=torch.long)
-        rewards.append(reward)
+        joint = r_slate + cfg.lam * r_rank
+        units = units_of(parsed, said, text, cfg, unit)[len(prefix) :]
+        unit_ids[b, : len(units)] = torch.tensor(units, dtype=torch.long)
+        rewards.append([joint] if unit == "sequence" else [r_slate, r_rank])
         texts.append(text)
         answers.append((slate, ranking))
+        scores = slate_scores(slate, example.gold)
         for key, value in {
-            "reward": sum(reward), "slate_recall": scores["recall"], "slate_precision": scores["precision"],
+            "reward": 0.0 if math.isnan(joint) else joint, "unscorable": float(math.isnan(joint)),
+            "slate_recall": scores["recall"], "slate_precision": scores["precision"],
             "rank_ndcg": ndcg(ranking, example.gold, cfg.ndcg_k, cfg.ndcg_gain), "invalid": float(not parsed.valid),
             "duplicates": 1 - len(set(slate)) / len(slate) if slate else 0.0,
-            "out_of_pool": sum(identity(i) not in names[id(example.candidates)] for i in slate) / max(1, len(slate)),
-            "length": float(len(own)), "finished": float(roll.finished[b]),
+            "out_of_pool": sum(identity(i) not in known for i in slate) / max(1, len(slate)),
+            "length": float(len(units)), "finished": float(roll.finished[b]),
         }.items():  # fmt: skip
             parts.setdefault(key, []).append(value)
     reward = torch.tensor(rewards, dtype=torch.float64, device=roll.tokens.device)

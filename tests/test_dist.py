@@ -48,7 +48,7 @@ def record(folder, sft: str, rank: int, ranks: int) -> dict[str, dict]:
             return out
 
         def cut(roll, budget, world, now=now):
-            out = micro_batches(roll, budget, world)
+            out = micro_batches(roll, budget)
             now["micro"].append([len(rows) for rows in out])
             return out
 
@@ -73,7 +73,7 @@ def uneven() -> dict:
     """Inside gathered() ranks may forward a different number of times, and see the weights of the last update (F42)."""
     rank = dist.get_rank()
     cfg = parse(settings("", "--layers 2"))
-    policy = evaluation.open_policy(cfg, data.load(cfg, "train").examples, CPU)
+    policy = evaluation.open_policy(cfg, data.load(cfg, "train"), CPU)
     net = model.shard(policy.model, torch.float32)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
     ids = torch.arange(3, 11)[None]
@@ -186,7 +186,7 @@ def test_two_ranks_learn_what_one_learns(name, both):
     last = "step-000002"
     assert same(weights(os.path.join(one, name), last), weights(os.path.join(two, name), last), 1e-6)
     cfg = parse(["--config", os.path.join(two, name, "config.yaml")])
-    start = evaluation.open_policy(cfg, data.load(cfg, "train").examples, CPU).model.state_dict()
+    start = evaluation.open_policy(cfg, data.load(cfg, "train"), CPU).model.state_dict()
     moved = {k: (w - start[k]).abs().max() for k, w in weights(os.path.join(two, name), last).items()}
     assert min(moved.values()) > 1e-5  # so the tolerance above means something
     assert ("lm_head.weight" in moved) == (name == "sft")

@@ -127,7 +127,7 @@ def test_the_bootstrap_interval_is_that_of_the_normal_approximation_and_repeatab
 def opened(run: str, text=""):
     cfg = parse(["--config", os.path.join(run, "config.yaml"), "--init", run, *text.split()])
     split = data.load(cfg, "test")
-    policy = evaluation.open_policy(cfg, split.examples, CPU)
+    policy = evaluation.open_policy(cfg, split, CPU)
     return cfg, policy, *data.fit(split, policy.tokenizer, cfg)
 
 

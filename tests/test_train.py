@@ -190,7 +190,7 @@ def test_after_a_run_ctrl_c_means_what_it_meant_before(tmp_path):
 def policy():
     """A random model, and the settings it was made with."""
     cfg = parse([*TINY, "--temperature", "0.7"])
-    policy = evaluation.open_policy(cfg, data.load(cfg, "train").examples, CPU)
+    policy = evaluation.open_policy(cfg, data.load(cfg, "train"), CPU)
     with torch.no_grad():  # small weights: gradients are read off differences of weights, which float32 must resolve
         for p in policy.model.parameters():
             p.mul_(0.1 if p.ndim > 1 else 1.0)
@@ -225,7 +225,7 @@ def gradient(policy, text: str) -> tuple[dict[str, torch.Tensor], dict[str, floa
     reference = model.build(replace(cfg, seed=1), policy.tokenizer) if cfg.beta else None
     before = {k: v.clone() for k, v in policy.model.named_parameters()}
     optimizer = torch.optim.SGD(policy.model.parameters(), 1.0)
-    metrics = train.update(policy, reference, optimizer, roll, scored, adv, cfg, row, 1)
+    metrics = train.update(policy, reference, optimizer, roll, scored, adv, cfg, row)
     moved = {k: before[k] - v.detach() for k, v in policy.model.named_parameters()}
     with torch.no_grad():
         for k, v in policy.model.named_parameters():
@@ -309,7 +309,7 @@ def test_equal_rewards_leave_the_weights_alone(tmp_path):
     (row,) = lines(tmp_path / "a")
     assert row["invalid"] == 1 and row["zero_adv"] == 1 and row["grad_norm"] == 0
     cfg = parse(settings(tmp_path / "a", ""))
-    start = evaluation.open_policy(cfg, data.load(cfg, "train").examples, CPU).model.state_dict()
+    start = evaluation.open_policy(cfg, data.load(cfg, "train"), CPU).model.state_dict()
     assert all(torch.equal(w, start[k]) for k, w in weights(tmp_path / "a").items())
 
 
@@ -339,7 +339,7 @@ def test_old_log_probs_stay_frozen_over_the_epochs_of_a_step(old_logp, sft, tmp_
         new, old = zip(*seen[3 * step : 3 * step + 3])
         assert torch.equal(old[0], old[1]) and torch.equal(old[0], old[2]) and not torch.equal(new[0], new[1])
         assert (new[0] - old[0]).abs().max() < 1e-5 < 1e-2 < (new[1] - old[1]).abs().max()
-        by_length = train.micro_batches(rolls[step], 100000, 1)[0]
+        by_length = train.micro_batches(rolls[step], 100000)[0]
         assert (old[0] - rolls[step].logp[by_length]).abs().max() < 1e-5
     for row in lines(tmp_path / "a"):  # the log shows the last epoch, where clipping happens
         assert row["ratio_gap"] > 1e-3 and row["clip_low"] + row["clip_high"] > 0
@@ -358,7 +358,7 @@ def test_small_learning_rates_reach_the_weights(tmp_path):
     """bf16 master weights would swallow updates of 1e-6; in fp32 nearly every weight moves (F38)."""
     go(tmp_path / "a", "--method sft --steps 10 --lr 1e-6 --dtype bfloat16 --batch_size 16")
     cfg = parse(settings(tmp_path / "a", ""))
-    start = evaluation.open_policy(cfg, data.load(cfg, "train").examples, CPU).model.state_dict()
+    start = evaluation.open_policy(cfg, data.load(cfg, "train"), CPU).model.state_dict()
     after = weights(tmp_path / "a")
     changed = sum(int((w != start[k]).sum()) for k, w in after.items())
     assert changed > 0.99 * sum(w.numel() for w in after.values())

@@ -1,0 +1,211 @@
+"""The run folder: what a training run writes, and how it goes on from there.
+
+    RUN_DIR/config.yaml     the resolved configuration
+    RUN_DIR/log.jsonl       a line per optimiser step
+    RUN_DIR/samples.jsonl   some decoded rollouts of each step, with their rewards
+    RUN_DIR/checkpoints/    step-N: a Hugging Face folder plus trainer.pt and config.yaml; best: a link to the best one
+
+Left out: anything that knows of losses or rewards; train.py calls it.
+"""
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import asdict, replace
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import model as lm
+from config import Config, dump, fail, parse
+
+
+def write(path: str, text: str) -> None:
+    """Write aside, sync, rename: a reader sees the old file or the new one, never half of it (F50)."""
+    with open(path + ".tmp", "w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(path + ".tmp", path)
+
+
+def lines_of(rows: list[dict]) -> str:
+    """Rows -> JSON lines."""
+    return "".join(json.dumps(r) + "\n" for r in rows)
+
+
+class Run:
+    """One run's folder, on every rank; only rank 0 writes.
+
+    A checkpoint (weights, tokenizer, optimiser, step, RNG, best metric, configuration) is written aside, synced and
+    renamed, so a crash leaves the last one whole (F50). Data position: the step, of which the order is a function.
+    """
+
+    MAY_CHANGE = ("config", "steps", "run_dir", "resume", "report", "data_dir", "init", "micro_tokens", "kv_tokens",
+                  "eval_every", "save_every", "keep", "log_samples", "attention", "checkpointing", "split", "against",
+                  "baseline")  # fmt: skip
+
+    def __init__(self, cfg: Config, rank: int):
+        self.cfg, self.main, self.best, self.checkpoint = cfg, rank == 0, None, ""
+        self.folder = os.path.join(cfg.run_dir, "checkpoints")
+        old = os.path.join(cfg.run_dir, "config.yaml")
+        if cfg.resume:
+            self.checkpoint = self.latest()
+            self.compare(old)
+        elif os.path.exists(old):
+            fail(f"--run_dir {cfg.run_dir} holds a run already: continue it with --resume, or choose another folder")
+
+    def say(self, text: str) -> None:
+        if self.main:
+            tqdm.write(text, file=sys.stderr)
+
+    def steps(self) -> list[str]:
+        return sorted(n for n in os.listdir(self.folder) if n.startswith("step-")) if os.path.isdir(self.folder) else []
+
+    def latest(self) -> str:
+        if not self.steps():
+            fail(f"--resume: {self.cfg.run_dir} holds no checkpoint; start it anew in another --run_dir")
+        return os.path.join(self.folder, self.steps()[-1])
+
+    def compare(self, path: str) -> None:
+        """A resumed run must be the same experiment."""
+        was = parse(["--config", path])
+        if was.steps != self.cfg.steps and was.schedule != "constant":
+            fail(
+                f"--resume: --steps was {was.steps} in {path}; a {was.schedule} schedule depends on it, so it cannot change"
+            )
+        for key, value in asdict(was).items():
+            if key not in self.MAY_CHANGE and getattr(self.cfg, key) != value:
+                fail(
+                    f"--resume: --{key} was {value!r} in {path} and is {getattr(self.cfg, key)!r} now; start a new run for that"
+                )
+        self.cfg.init = was.init
+
+    def open(self, optimizer) -> int:
+        """Claim the folder, now that everything is loaded: a start that failed before leaves no run behind. On resume
+        load optimiser and step of the checkpoint and drop log lines behind it. Returns the first step to do."""
+        if dist.is_initialized():
+            dist.barrier()  # every rank has seen the folder free before the first one writes
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+            self.writer = reporter(self.cfg) if self.main else None
+            if self.main:
+                write(os.path.join(self.cfg.run_dir, "config.yaml"), dump(replace(self.cfg, resume=False)))
+        except OSError as e:
+            fail(f"--run_dir {self.cfg.run_dir} cannot be written: {e}")
+        if not self.checkpoint:
+            return 0
+        state = torch.load(os.path.join(self.checkpoint, "trainer.pt"), map_location="cpu", weights_only=True)
+        load_optimizer(optimizer, state["optimizer"])
+        torch.set_rng_state(state["rng"])
+        self.best = state["best"]
+        for name in ("log.jsonl", "samples.jsonl"):
+            path = os.path.join(self.cfg.run_dir, name)
+            if self.main and os.path.exists(path):
+                with open(path, encoding="utf-8") as f:
+                    lines = [line for line in f if line.endswith("\n")]  # a crash may leave half a line
+                write(path, "".join(line for line in lines if json.loads(line)["step"] <= state["step"]))
+        return state["step"]
+
+    def log(self, step: int, metrics: dict, timing: dict, examples: list, roll, scored) -> None:
+        """A line of log.jsonl, and log_samples lines of samples.jsonl."""
+        if not self.main:
+            return
+        self.append("log.jsonl", [{"step": step, **metrics, **timing}])
+        shown = range(0, min(len(scored.texts), self.cfg.log_samples))
+        self.append("samples.jsonl", [
+            {"step": step, "id": examples[int(roll.group[b])].id, "text": scored.texts[b], "rewards": scored.reward[b].tolist(),
+             **{k: v[b] for k, v in scored.parts.items()}} for b in shown])  # fmt: skip
+        if self.writer:
+            self.writer(step, metrics)
+
+    def append(self, name: str, rows: list[dict]) -> None:
+        with open(os.path.join(self.cfg.run_dir, name), "a", encoding="utf-8") as f:
+            f.write(lines_of(rows))
+
+    def improves(self, value: float | None) -> bool:
+        """Is this the best evaluation so far? Called on every rank: all must agree on what to save."""
+        better = value is not None and (self.best is None or value > self.best)
+        self.best = value if better else self.best
+        return better
+
+    def save(self, step: int, policy, optimizer, better: bool) -> None:
+        """A checkpoint; called on every rank, because gathering shards is collective."""
+        weights, state = lm.full_state(policy.model), optimizer_state(optimizer, self.main)
+        if self.main:
+            name = f"step-{step:06d}"
+            aside, final = os.path.join(self.folder, f".{name}"), os.path.join(self.folder, name)
+            shutil.rmtree(aside, ignore_errors=True)
+            lm.save(policy.model, policy.tokenizer, aside, weights)
+            write(os.path.join(aside, "config.yaml"), dump(replace(self.cfg, resume=False)))
+            torch.save({"optimizer": state, "step": step, "rng": torch.get_rng_state(), "best": self.best},
+                       os.path.join(aside, "trainer.pt"))  # fmt: skip
+            for file in os.listdir(aside):
+                sync(os.path.join(aside, file))
+            shutil.rmtree(final, ignore_errors=True)
+            os.rename(aside, final)
+            sync(self.folder)
+            if better:
+                link = os.path.join(self.folder, ".best")
+                if os.path.lexists(link):
+                    os.remove(link)
+                os.symlink(name, link)
+                os.replace(link, os.path.join(self.folder, "best"))
+            best = os.path.realpath(os.path.join(self.folder, "best"))
+            for old in self.steps()[: -self.cfg.keep]:
+                if os.path.join(os.path.realpath(self.folder), old) != best:
+                    shutil.rmtree(os.path.join(self.folder, old))
+
+    def close(self) -> None:
+        if self.writer:
+            self.writer(None, {})
+
+
+def sync(path: str) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def optimizer_state(optimizer, keep: bool) -> dict:
+    """The optimiser's state with whole tensors on the CPU, in the order of the parameters: the same on any number of
+    ranks. All ranks gather; only those that keep it hold it."""
+    state = optimizer.state_dict()
+    for s in state["state"].values():
+        for k, v in s.items():
+            if torch.is_tensor(v):
+                v = v.full_tensor() if hasattr(v, "full_tensor") else v
+                s[k] = v.cpu() if keep else None
+    return state
+
+
+def load_optimizer(optimizer, state: dict) -> None:
+    """Inverse of optimizer_state: shards what the parameters shard."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, s in state["state"].items():
+        p = parameters[i]
+        for k, v in s.items():
+            if isinstance(p, DTensor) and torch.is_tensor(v) and v.shape == p.shape:
+                s[k] = distribute_tensor(v.to(p.device), p.device_mesh, p.placements)
+    optimizer.load_state_dict(state)
+
+
+def reporter(cfg: Config):
+    """A function (step, metrics) that also sends them to TensorBoard or wandb; None: log.jsonl alone."""
+    if cfg.report == "none":
+        return None
+    try:
+        if cfg.report == "wandb":
+            import wandb
+
+            wandb.init(dir=cfg.run_dir, name=os.path.basename(os.path.normpath(cfg.run_dir)), config=asdict(cfg))
+            return lambda step, metrics: wandb.log(metrics, step) if step else wandb.finish()
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        fail(f"--report {cfg.report} needs a package that is not installed: pip install {cfg.report}")
+    board = SummaryWriter(cfg.run_dir)
+    return lambda step, metrics: [board.add_scalar(k, v, step) for k, v in metrics.items()] if step else board.close()
