@@ -16,7 +16,6 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-
 UNITS = {"sequence": 1, "phase": 2}  # how many units a sample has
 
 
