@@ -172,13 +172,14 @@ def sync(path: str) -> None:
 def optimizer_state(optimizer, keep: bool) -> dict:
     """The optimiser's state with whole tensors on the CPU, in the order of the parameters: the same on any number of
     ranks. All ranks gather; only those that keep it hold it."""
-    state = optimizer.state_dict()
-    for s in state["state"].values():
+    state, whole = optimizer.state_dict(), {}
+    for i, s in state["state"].items():
+        whole[i] = dict(s)  # a copy: these are the optimiser's own dicts
         for k, v in s.items():
             if torch.is_tensor(v):
                 v = v.full_tensor() if hasattr(v, "full_tensor") else v
-                s[k] = v.cpu() if keep else None
-    return state
+                whole[i][k] = v.cpu() if keep else None
+    return {**state, "state": whole}
 
 
 def load_optimizer(optimizer, state: dict) -> None:

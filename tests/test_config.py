@@ -172,6 +172,10 @@ BAD_FLAGS = {  # what is wrong -> flags, words of the message
     "metric not there": ("--best_metric ndcg@7", "--best_metric 'ndcg@7' nearest"),
     "cutoff of 0": ("--eval_k 0", "--eval_k"),
     "width": ("--width 33", "--width 32"),
+    "attention": ("--attention flash", "--attention 'flash' nearest 'flash_attention_2'"),
+    "warmup to the end": ("--steps 10 --warmup 10", "--warmup --steps 10"),
+    "chain with a pool": ("--demo_order chain", "--demo_order pool"),
+    "positions for instruct": ("--rank_form position --template instruct", "--rank_form terse"),
     "file not there": ("--config nowhere.yaml", "nowhere.yaml No such file"),
     "folder as file": ("--config .", "config ."),
     "nothing to resume": ("--resume --run_dir nowhere", "--resume nowhere"),
@@ -234,6 +238,30 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(capsys):
     assert "--batch_size 16" in message and "3 ranks" in message and "15" in message
     assert parse(["--batch_size", "15"], world_size=3).batch_size == 15
     assert "use 4" in refused(capsys, ["--batch_size", "3"], world_size=4)
+
+
+def test_an_evaluation_may_ask_for_what_a_training_run_may_not(capsys):
+    """Truncated sampling, other cutoffs: eval.py trains nothing. What no command can do is refused there too."""
+    flags = "--top_p 0.9 --eval_k 10 --group_size 1 --batch_size 5 --temperature 0 --warmup 100".split()
+    cfg = parse(flags, world_size=2, training=False)
+    assert (cfg.top_p, cfg.eval_k, cfg.group_size) == (0.9, [10], 1)
+    refused(capsys, flags, world_size=2)
+    for bad in ("--top_p 2", "--tags a b c", "--split dev", "--lr nan", "--slate_size 4 --rank_size 5"):
+        with pytest.raises(SystemExit) as stop:
+            parse(bad.split(), training=False)
+        assert stop.value.code == 2 and bad.split()[0] in capsys.readouterr().err
+
+
+def test_an_evaluation_of_a_run_reads_the_settings_of_the_run():
+    """Without --config; a flag that is said wins. A training run that starts from a run has settings of its own."""
+    os.makedirs("run/checkpoints")
+    save(dump(parse("--method sft --history 3 --layers 1 --run_dir run --init before".split())), "run/config.yaml")
+    cfg = parse("--init run --layers 4".split(), training=False)
+    assert (cfg.method, cfg.history, cfg.layers, cfg.init, cfg.run_dir) == ("sft", 3, 4, "run", "run")
+    assert parse("--init run".split()).history == Config().history
+    path = save("history: 7")
+    assert parse(["--init", "run", "--config", path], training=False).history == 7
+    assert parse("--init elsewhere".split(), training=False).history == Config().history
 
 
 def test_methods_without_samples_are_not_bound_by_sampling_rules():

@@ -32,6 +32,37 @@ def seen(split: data.Split) -> list:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The built-in world
+
+
+def test_a_history_of_the_world_belongs_to_one_split_and_may_repeat_in_it():
+    """Few clean histories: each is drawn as often as it is likely, in valid and test too, and never in two splits."""
+    cfg = Config(show_pool=False, history=3, world_clusters=3, world_items=5, world_gold=2, world_noise=0.2, slate_size=4,
+                 world_examples=800)  # fmt: skip
+    splits = {s: data.load(cfg, s) for s in ("train", "valid", "test")}
+    histories = {s: [tuple(e.history) for e in split.examples] for s, split in splits.items()}
+    assert [len(h) for h in histories.values()] == [800, 100, 100]
+    assert all(len(set(h)) < len(h) for h in histories.values())
+    assert sum(len(set(h)) for h in histories.values()) == len(set().union(*histories.values()))
+    catalog = [title for circle in data.world_catalog(cfg) for title in circle]
+    for split in splits.values():
+        assert split.catalog == catalog and split.popularity == splits["train"].popularity and split.dropped == {}
+        assert len({e.id for e in split.examples}) == len(split.examples)
+    assert splits["test"] == data.load(cfg, "test")
+
+
+def test_the_gold_of_the_world_is_what_comes_next_on_the_circle():
+    cfg = Config(history=4, world_noise=0.0, world_examples=80, world_clusters=20)
+    circles = data.world_catalog(cfg)
+    for e in data.load(cfg, "train").examples:
+        circle = next(c for c in circles if e.history[0] in c)
+        at = circle.index(e.history[0])
+        walk = [circle[(at + i) % 10] for i in range(7)]
+        assert walk[:4] == e.history and e.gold == dict(zip(walk[4:], (3.0, 2.0, 1.0)))
+        assert set(e.gold) <= set(e.candidates) and len(set(e.candidates)) == len(e.candidates) == cfg.pool_size
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # MovieLens
 
 RATINGS = [  # user, movie, rating, time: neither sorted by user nor by time, with equal times

@@ -47,13 +47,14 @@ def record(folder, sft: str, rank: int, ranks: int) -> dict[str, dict]:
                     now["samples"].append((examples[g].id, tokens, out.reward[b].tolist()))
             return out
 
-        def cut(roll, budget, world, now=now):
+        def cut(roll, budget, now=now):
             out = micro_batches(roll, budget)
             now["micro"].append([len(rows) for rows in out])
             return out
 
         def asked(*args, now=now, **kwargs):
-            now["asked"].append(len(args[1]))
+            if args[2] == 1:  # one sample each: of an evaluation, not of a training step
+                now["asked"].append(len(args[1]))
             return rollout(*args, **kwargs)
 
         def looked(*args, now=now):

@@ -171,6 +171,21 @@ def test_rows_do_not_depend_on_what_is_decoded_beside_them(sft):
     assert evaluation.evaluate(policy, examples * 33, prompts * 33, cfg) == rows * 33  # more than a chunk of 256
 
 
+def test_a_rollout_of_a_policy_is_under_the_limits_of_the_settings(sft):
+    """Training and evaluation sample through one door: length, stop ids, keys, and the prefix as context (F59)."""
+    cfg, policy, _, prompts = opened(sft, "--max_new_tokens 3")
+    keys = [(0, 1, i) for i in (5, 6)]
+    (forced,) = policy.tokenizer("<SLATE>\n")["input_ids"]
+    for prefix in ("", "<SLATE>\n"):
+        cfg.prefix = prefix
+        roll = policy.rollout(prompts[:2], 4, 1.0, keys, cfg)
+        assert roll.prompt_ids == [[*p, forced] if prefix else p for p in prompts[:2]]
+        assert roll.tokens.shape == (8, 3) and roll.group.tolist() == [0] * 4 + [1] * 4 and roll.finished.sum() == 0
+        alone = policy.rollout(prompts[1:2], 4, 1.0, keys[1:], cfg)
+        assert torch.equal(alone.tokens, roll.tokens[4:])
+    assert not torch.equal(policy.rollout(prompts[:2], 4, 1.0, [(0, 2, 5), (0, 2, 6)], cfg).tokens, roll.tokens)
+
+
 def test_a_random_order_finds_one_of_twenty_in_five_places_a_quarter_of_the_time():
     """The floor of the published tables: gold 1 of 20, so R@k is k/20 within sampling error (4 sigma), whatever the
     pool's own order; and it is the same in every process."""
@@ -196,7 +211,7 @@ def test_popularity_ranks_by_training_counts_and_ties_by_the_pool():
     cfg = Config(slate_size=4, rank_size=3, eval_k=[1, 3])
     (row,) = evaluation.baseline_rows("popularity", split, cfg)
     assert row["ranking"] == ["d", "b", "e"] and row["metrics"]["recall@3"] == 0 and row["metrics"]["slate_recall"] == 0
-    cfg = parse([*TINY, "--show_pool", "true", "--pool_size", "5"])
+    cfg = parse([*TINY, "--show_pool", "true", "--pool_size", "5", "--demo_order", "shuffled"])
     counts = data.load(cfg, "train").popularity
     for row, e in zip(evaluation.baseline_rows("popularity", data.load(cfg), cfg), data.load(cfg).examples):
         taken = [counts.get(c, 0) for c in row["ranking"]]
@@ -218,7 +233,7 @@ def test_the_command_prints_a_table_and_writes_json(sft, rl, capsys):
     saved = json.load(open(os.path.join(sft, "eval_test.json")))
     rows = lines(sft, "eval_test.jsonl")
     assert saved["metrics"] == first and saved["examples"] == len(rows) == 8
-    assert {"id", "text", "ranking", "metrics"} == rows[0].keys()
+    assert {"id", "gold", "text", "ranking", "metrics"} == rows[0].keys() and len(rows[0]["gold"]) == 2
     assert {k: v["value"] for k, v in first.items()} == pytest.approx(evaluation.means(rows))
     assert parse(["--config", write(sft, saved["config"])]).width == 32
 
@@ -257,7 +272,7 @@ def test_evaluation_at_the_end_of_a_run_is_that_of_the_command(rl, monkeypatch):
 
 def test_the_command_scores_baselines_without_a_model(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(model, "load", lambda *a: pytest.fail("a model was loaded"))
-    flags = [*TINY, "--show_pool", "true", "--pool_size", "8", "--run_dir", str(tmp_path / "b")]
+    flags = [*TINY, *"--show_pool true --pool_size 8 --demo_order pool --run_dir".split(), str(tmp_path / "b")]
     for kind in ("random", "popularity"):
         result = evaluation.main([*flags, "--baseline", kind])
         assert f"{kind} on world test, 8 examples" in capsys.readouterr().out
@@ -282,6 +297,7 @@ BAD = {
     "nothing to compare with": ("--baseline random --against ./nowhere", "--against ./nowhere eval_test.jsonl"),
     "not rows": ("--baseline random --against BROKEN", "--against broken.jsonl"),
     "other examples": ("--baseline random --against OTHER", "--against lacks other-1"),
+    "other gold": ("--baseline random --against GOLD", "--against other gold 8 test-0"),
     "misspelt": ("--baselin random", "--baselin 'baseline'"),
     "no such split": ("--baseline random --split dev", "--split 'dev'"),
 }
@@ -293,10 +309,11 @@ def test_a_bad_command_ends_in_one_line(what, tmp_path, capsys, monkeypatch):
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     (tmp_path / "broken.jsonl").write_text('{"id": "test-0", "met')
     (tmp_path / "other.jsonl").write_text('{"id": "other-1", "metrics": {"mrr": 1.0}}\n')
+    (tmp_path / "gold.jsonl").write_text("".join(f'{{"id": "test-{i}", "gold": {{"x": 1}}}}\n' for i in range(8)))
     flags, words = BAD[what]
     if what == "other examples":
         words = "--against lacks test-0"
-    for name, path in {"EMPTY": "empty", "BROKEN": "broken.jsonl", "OTHER": "other.jsonl"}.items():
+    for name, path in {"EMPTY": "empty", "BROKEN": "broken.jsonl", "OTHER": "other.jsonl", "GOLD": "gold.jsonl"}.items():
         flags = flags.replace(name, str(tmp_path / path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -306,4 +323,4 @@ def test_a_bad_command_ends_in_one_line(what, tmp_path, capsys, monkeypatch):
     assert stop.value.code == 2 and error.count("\n") == 1, error
     for word in words.split():
         assert word in error
-    assert sorted(os.listdir(tmp_path)) == ["broken.jsonl", "empty", "other.jsonl"]
+    assert sorted(os.listdir(tmp_path)) == ["broken.jsonl", "empty", "gold.jsonl", "other.jsonl"]

@@ -11,10 +11,11 @@ import data
 import train
 from config import parse
 from losses import METHODS
+from run import optimizer_state
 
 RL = "--lr 1e-3 --mu 2 --beta 0.1 --eval_every 3 --save_every 3 --keep 9 --weight_decay 0.1"
 RUNS = {
-    "sft": "--method sft --lr 1e-2 --eval_every 3 --save_every 3 --keep 9 --warmup 5",
+    "sft": "--method sft --lr 1e-2 --eval_every 3 --save_every 3 --keep 9 --warmup 2",
     "fgrpo": f"--method fgrpo {RL}",
     "grpo": f"--method grpo {RL} --old_logp recompute",
 }
@@ -83,15 +84,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(kind, sft, tmp_pa
     assert lines(parts)[2]["valid/mrr"] >= 0 and len({row["grad_norm"] for row in lines(parts)}) == 7
 
 
-def test_the_order_of_the_data_is_a_pure_function_of_seed_and_step():
-    """Every epoch is a permutation of its own, and a step can be asked for without those before it (F48)."""
-    epochs = [i for step in range(15) for i in data.order(10, 3, step, 4)]
-    assert [sorted(epochs[e : e + 10]) for e in range(0, 60, 10)] == [list(range(10))] * 6
-    assert len({tuple(epochs[e : e + 10]) for e in range(0, 60, 10)}) == 6
-    assert data.order(10, 3, 7, 4) == epochs[28:32] and data.order(10, 4, 7, 4) != epochs[28:32]
-    assert sorted(data.order(3, 0, 0, 6)) == [0, 0, 1, 1, 2, 2]  # a batch larger than the data
-
-
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     """A finished run of three steps with two checkpoints; tests copy it before they touch it."""
@@ -115,6 +107,19 @@ def test_another_experiment_is_not_a_continuation(change, run, capsys):
     key, value = change.split(" ", 1)[0], change.split()[-1]
     assert f"{key} was" in error and value in error and "--resume" in error
     assert contents(run) == before
+
+
+def test_another_number_of_steps_is_another_schedule(tmp_path, capsys):
+    """A linear or cosine rate depends on the last step: the steps done so far would have had other rates."""
+    run = tmp_path / "run"
+    go(run, "--method sft --lr 1e-2 --steps 3 --schedule cosine --save_every 1")
+    before, _ = contents(run), capsys.readouterr()
+    error = refused(capsys, lambda: resume(run, "--steps 4"))
+    assert "--steps was 3" in error and "cosine" in error and contents(run) == before
+    shutil.rmtree(run / "checkpoints" / "step-000003")
+    (run / "checkpoints" / "best").unlink()
+    resume(run, "--steps 3")
+    assert [row["step"] for row in lines(run)] == [1, 2, 3]
 
 
 def test_what_does_not_change_the_experiment_may_change(run):
@@ -172,6 +177,21 @@ def test_resuming_a_finished_run_does_nothing(run):
     before = {k: v for k, v in contents(run).items() if k != "config.yaml"}
     resume(run)
     assert {k: v for k, v in contents(run).items() if k != "config.yaml"} == before
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_saving_leaves_the_optimiser_as_it_was(keep):
+    """The state that is written lies on the CPU, and on other ranks than the first nowhere: not so the optimiser's own."""
+    p = torch.nn.Parameter(torch.ones(3, device="cuda" if torch.cuda.is_available() else "cpu"))
+    optimizer = torch.optim.AdamW([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = {k: v for k, v in optimizer.state[p].items()}
+    written = optimizer_state(optimizer, keep)["state"][0]
+    assert written.keys() == before.keys() and all((v is not None) == keep for v in written.values())
+    assert all(optimizer.state[p][k] is v for k, v in before.items())
+    optimizer.step()
+    assert optimizer.state[p]["step"] == 2
 
 
 @pytest.mark.parametrize("where", ["weights", "trainer state", "rename"])

@@ -112,6 +112,9 @@ def test_joint_reward_is_slate_plus_lambda_rank():
     for lam in (0.0, 0.5, 2.0):
         assert scored(text, "sequence", lam=lam).reward.tolist() == [[pytest.approx(slate + lam * rank)]]
         assert scored(text, lam=lam).reward.tolist() == [[slate, rank]]  # lambda weighs the advantage there
+        for unit in ("sequence", "phase"):  # what the log calls the reward is one thing: methods can be compared
+            assert scored(text, unit, lam=lam).parts["reward"] == [pytest.approx(slate + lam * rank)]
+            assert scored("no tags", unit, lam=lam).parts["reward"] == [pytest.approx(-1 - lam)]
 
 
 def test_a_ranking_with_strangers_or_repeats_is_cleaned_or_under_strict_rank_malformed():
@@ -335,7 +338,9 @@ def test_a_request_without_gold_cannot_be_scored_and_is_not_scored_as_zero():
     assert out.valid.tolist() == [[False, False], [True, True]]
     joint = scored(texts, "sequence", gold={})
     assert joint.valid.tolist() == [[False], [True]]
-    assert scored(texts).valid.all()
+    for parts in (out.parts, joint.parts):  # the log counts it, beside a mean that it does not turn into NaN
+        assert parts["unscorable"] == [1.0, 0.0] and parts["reward"] == [0.0, -2.0]
+    assert scored(texts).valid.all() and scored(texts).parts["unscorable"] == [0.0, 0.0]
 
 
 def test_rows_read_the_request_of_their_group_in_any_order():

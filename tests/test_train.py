@@ -78,7 +78,7 @@ def warm(factory) -> str:
     """A run folder whose model was taught the form of an answer: half of its samples are well-formed. Made once."""
     if not WARM:
         run = str(factory.mktemp("warm") / "sft")
-        go(run, "--method sft --steps 60 --lr 1e-2 --batch_size 16")
+        go(run, "--method sft --steps 60 --lr 1e-2 --schedule linear --batch_size 16 --eval_examples 8")
         WARM.append(run)
     return WARM[0]
 
@@ -154,7 +154,8 @@ def test_a_run_folder_that_holds_a_run_is_refused_and_left_as_it_is(sft, tmp_pat
     assert contents(sft) == before
 
 
-BAD = ["--world_noise 0 --world_examples 4000", "--max_prompt 2", "--init nowhere", "--max_new_tokens 2"]
+BAD = ["--world_clusters 2 --world_items 3 --data_seed 5 --world_noise 0", "--max_prompt 2", "--init nowhere", "--max_new_tokens 2",
+       "--batch_size 65"]  # fmt: skip
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -246,6 +247,29 @@ def test_the_gradient_does_not_depend_on_micro_batches(policy, method, aggregate
         assert others == pytest.approx(metrics, rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.parametrize("budget", [1, 40, 90, 100000])
+def test_micro_batches_hold_every_row_once_within_the_budget(policy, budget):
+    """What a forward holds is rows x (longest prompt + longest completion), as it pads: one row always fits."""
+    roll, _ = ragged(policy, "phase")
+    batches = train.micro_batches(roll, budget)
+    assert sorted(i for rows in batches for i in rows.tolist()) == list(range(12))
+    for rows in batches:
+        prompt = max(len(roll.prompt_ids[g]) for g in roll.group[rows])
+        size = len(rows) * (prompt + int(roll.mask[rows].sum(1).max()))
+        assert size <= budget or len(rows) == 1
+    assert {1: 12, 100000: 1}.get(budget, len(batches)) == len(batches) and (budget != 90 or 2 < len(batches) < 6)
+
+
+def test_the_gap_to_the_sampler_is_a_mean_over_sampled_tokens(policy):
+    """Delimiters and rows that cannot be scored are sampled too: what is trained does not change the measure (F07)."""
+    roll, _ = ragged(policy, "phase")
+    with torch.no_grad():
+        own = model.completion_logp(policy.model, roll.prompt_ids, roll.tokens, roll.mask, roll.group, 0.7)[0]
+    gap = float((own - roll.logp)[roll.mask].abs().mean())
+    for method in ("grpo", "fgrpo"):
+        assert gradient(policy, f"--method {method} --micro_tokens 60")[1]["sampler_gap"] == pytest.approx(gap, rel=1e-5)
+
+
 @pytest.mark.parametrize("method", ["grpo", "fgrpo", "rloo"])
 def test_the_gradient_is_that_of_the_formula_written_by_hand(policy, method):
     """One place divides (F28): rows alone, without padding, batches or denominators, sum to the same gradient."""
@@ -307,7 +331,7 @@ def test_equal_rewards_leave_the_weights_alone(tmp_path):
     """An untaught model writes nothing well-formed: all rewards are the penalty, all advantages exactly 0 (F21)."""
     go(tmp_path / "a", "--method fgrpo --steps 1 --lr 0.1")
     (row,) = lines(tmp_path / "a")
-    assert row["invalid"] == 1 and row["zero_adv"] == 1 and row["grad_norm"] == 0
+    assert row["invalid"] == 1 and row["zero_adv"] == 1 and row["grad_norm"] == 0 and row["skipped"] == 1
     cfg = parse(settings(tmp_path / "a", ""))
     start = evaluation.open_policy(cfg, data.load(cfg, "train"), CPU).model.state_dict()
     assert all(torch.equal(w, start[k]) for k, w in weights(tmp_path / "a").items())
@@ -324,14 +348,14 @@ def test_on_policy_the_loss_is_zero_and_the_gradient_is_not(sft, tmp_path):
 @pytest.mark.parametrize("old_logp", ["sampler", "recompute"])
 def test_old_log_probs_stay_frozen_over_the_epochs_of_a_step(old_logp, sft, tmp_path, monkeypatch):
     """Old recomputed after an update would make every ratio 1 and the clip dead (F25)."""
-    seen, rolls, loss, sample = [], [], train.policy_loss, train.rollout
+    seen, rolls, loss, sample = [], [], train.policy_loss, evaluation.rollout
 
     def spy(logp, logp_old, *rest):
         seen.append((logp.detach().clone(), logp_old.clone()))
         return loss(logp, logp_old, *rest)
 
     monkeypatch.setattr(train, "policy_loss", spy)
-    monkeypatch.setattr(train, "rollout", lambda *a, **k: rolls.append(sample(*a, **k)) or rolls[-1])
+    monkeypatch.setattr(evaluation, "rollout", lambda *a, **k: rolls.append(sample(*a, **k)) or rolls[-1])
     text = f"--method grpo --init {sft} --steps 2 --mu 3 --lr 1e-2 --micro_tokens 100000"
     go(tmp_path / "a", f"{text} --old_logp {old_logp}")
     assert len(seen) == 6
@@ -346,12 +370,12 @@ def test_old_log_probs_stay_frozen_over_the_epochs_of_a_step(old_logp, sft, tmp_
 
 
 def test_a_step_samples_once(sft, tmp_path, monkeypatch):
-    """Sampling inside the micro-batch loop makes many small, slow generations (F58)."""
-    calls, forwards, sample, logp = [], [], train.rollout, model.completion_logp
-    monkeypatch.setattr(train, "rollout", lambda *a, **k: calls.append(len(a[1])) or sample(*a, **k))
+    """Sampling inside the micro-batch loop makes many small, slow generations (F58). (prompts, samples) of each call."""
+    calls, forwards, sample, logp = [], [], evaluation.rollout, model.completion_logp
+    monkeypatch.setattr(evaluation, "rollout", lambda *a, **k: calls.append((len(a[1]), a[2])) or sample(*a, **k))
     monkeypatch.setattr(model, "completion_logp", lambda *a, **k: forwards.append(1) or logp(*a, **k))
     go(tmp_path / "a", f"--method fgrpo --init {sft} --steps 2 --mu 2 --micro_tokens 60")
-    assert calls == [4, 4] and len(forwards) > 12
+    assert calls == [(4, 4), (4, 4), (4, 1)] and len(forwards) > 12  # the last one: evaluation
 
 
 def test_small_learning_rates_reach_the_weights(tmp_path):
@@ -418,16 +442,16 @@ def test_learning_rates_follow_the_schedule(tmp_path):
     warmup = [0.25, 0.5, 0.75, 1.0]
     for schedule, after in {
         "constant": [1.0] * 7,
-        "linear": [1 - 0.8 * i / 6 for i in range(7)],
-        "cosine": [0.2 + 0.4 * (1 + math.cos(math.pi * i / 6)) for i in range(7)],
+        "linear": [1 - 0.8 * i / 7 for i in range(7)],  # min_lr is reached behind the last step: none is for nothing
+        "cosine": [0.2 + 0.4 * (1 + math.cos(math.pi * i / 7)) for i in range(7)],
     }.items():
         rates = [train.learning_rate(replace(cfg, schedule=schedule), step) for step in range(11)]
         assert rates == pytest.approx(warmup + after, abs=1e-6), schedule
     assert train.learning_rate(parse("--steps 1 --lr 1 --schedule linear".split()), 0) == 1.0
     go(tmp_path / "a", "--method sft --steps 3 --lr 0.01 --schedule linear")
-    assert [row["lr"] for row in lines(tmp_path / "a")] == pytest.approx([0.01, 0.005, 0])
+    assert [row["lr"] for row in lines(tmp_path / "a")] == pytest.approx([0.01, 0.02 / 3, 0.01 / 3])
     state = torch.load(tmp_path / "a" / "checkpoints" / "step-000003" / "trainer.pt")["optimizer"]
-    assert state["param_groups"][0]["lr"] == 0
+    assert state["param_groups"][0]["lr"] == pytest.approx(0.01 / 3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
