@@ -109,7 +109,7 @@ def done(entry: Entry, name: str, arm: Arm, seed: int) -> bool:
     """Is the arm's evaluation there? Stops if what is there was made with other settings."""
     folder = entry.folder(name, arm.name, seed)
     path = f"{folder}.recipe"
-    if os.path.exists(path):
+    if os.path.exists(path) and os.path.isdir(folder):  # a start that failed leaves no folder
         with open(path, encoding="utf-8") as f:
             if f.read() != recipe(entry, name, arm, seed):
                 sys.exit(f"{folder} was made with other settings (see {path}); delete {RUNS}/{name} to make it again")
@@ -150,17 +150,18 @@ def run(entry: Entry, name: str, jobs: int) -> None:
         for arm, seed in todo:
             started[arm.name, seed] = pool.submit(after, arm, seed)
         try:
-            while concurrent.futures.wait(started.values(), 15, concurrent.futures.FIRST_EXCEPTION).not_done:
-                if any(f.done() and f.exception() for f in started.values()):
+            while True:
+                over, running = concurrent.futures.wait(started.values(), 15, concurrent.futures.FIRST_EXCEPTION)
+                for f in over:
+                    f.result()  # raises where an arm has failed
+                if not running:
                     break
                 if now := [s for a, s in ((a, state(entry, name, a, s)) for a, s in todo) if s]:
                     print("  " + "; ".join(now), flush=True)
-            for f in started.values():
-                f.result()
         except BaseException as e:
             for f in started.values():
                 f.cancel()
-            sys.exit(f"{name} stopped: {e or type(e).__name__}\nrun the same command again to go on")
+            sys.exit(f"{name} stopped: {str(e) or type(e).__name__}\nrun the same command again to go on")
     os.makedirs(RESULTS, exist_ok=True)
     entry.report(entry, name)
 
@@ -179,7 +180,8 @@ def log_of(folder: str) -> list[dict]:
         return [json.loads(line) for line in f if line.endswith("\n")]
 
 
-T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}  # 97.5 % point of Student's t, n - 1
+# n -> 97.5 % point of Student's t with n - 1 degrees of freedom
+T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
 
 def t_interval(differences: np.ndarray) -> dict[str, float]:
@@ -197,7 +199,7 @@ def comparison(columns: list[str], pairs: list[tuple[str, str]]) -> Callable[[En
     """
 
     def report(entry: Entry, name: str) -> None:
-        scores = {a.name: np.array([[np.mean([r["metrics"][c] for r in rows_of(entry, name, a, s)]) for c in columns]
+        scores = {a.name: np.array([[np.mean([r["metrics"].get(c, np.nan) for r in rows_of(entry, name, a, s)]) for c in columns]
                                     for s in entry.seeds]) for a in entry.arms}  # fmt: skip
         n = len(entry.seeds)
         lines = [f"# {entry.what}", "", f"{entry.config}, test split, seeds {entry.seeds}, greedy decoding. "
@@ -205,7 +207,7 @@ def comparison(columns: list[str], pairs: list[tuple[str, str]]) -> Callable[[En
         lines += ["| arm | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
         for arm, x in scores.items():
             cells = [
-                f"{m:.3f}" + (f" +- {d:.3f}" if n > 1 else "")
+                "-" if np.isnan(m) else f"{m:.3f}" + (f" +- {d:.3f}" if n > 1 else "")  # a baseline has no invalid
                 for m, d in zip(x.mean(0), x.std(0, ddof=1) if n > 1 else x[0])
             ]
             lines.append(f"| {arm} | " + " | ".join(cells) + " |")
@@ -213,6 +215,9 @@ def comparison(columns: list[str], pairs: list[tuple[str, str]]) -> Callable[[En
         for a, b in pairs:
             cells = []
             for j, c in enumerate(columns):
+                if np.isnan(scores[a][:, j] - scores[b][:, j]).any():
+                    cells.append("-")
+                    continue
                 if n > 1:
                     d = t_interval(scores[a][:, j] - scores[b][:, j])
                 else:
@@ -281,7 +286,7 @@ def bars(entry: Entry, name: str, scores: dict[str, np.ndarray], columns: list[s
     for i, arm in enumerate(entry.arms):
         x = scores[arm.name][:, [columns.index(k) for k in ks]]
         if len(x) > 1:
-            err = [x.mean(0) - x.min(0), x.max(0) - x.mean(0)]
+            err = np.abs([x.mean(0) - x.min(0), x.max(0) - x.mean(0)])  # of equal seeds: 0, but for rounding
         else:
             c = compare(rows_of(entry, name, arm, entry.seeds[0]), names=ks)
             err = [[c[k]["value"] - c[k]["lo"] for k in ks], [c[k]["hi"] - c[k]["value"] for k in ks]]
@@ -312,11 +317,12 @@ def demo_report(entry: Entry, name: str) -> None:
     """The comparison, and one test example as the arms answer it, coloured by phase."""
     comparison(["recall@1", "recall@5", "ndcg@3", "slate_recall", "invalid", "duplicates"],
                [("fgrpo", "sft"), ("dr_grpo", "sft"), ("fgrpo", "dr_grpo")])(entry, name)  # fmt: skip
-    cfg = parse(["--config", os.path.join(entry.folder(name, "fgrpo", 0), "config.yaml")])
+    seed = entry.seeds[0]
+    cfg = parse(["--config", os.path.join(entry.folder(name, "fgrpo", seed), "config.yaml")])
     example = data.load(cfg, "test").examples[0]
     print(f"\nOne test example. {example.prompt.strip()}\nGold: {', '.join(example.gold)}")
     for arm in entry.arms:
-        row = next(r for r in rows_of(entry, name, arm, 0) if r["id"] == example.id)
+        row = next(r for r in rows_of(entry, name, arm, seed) if r["id"] == example.id)
         print(
             f"\n{arm.name} (slate recall {row['metrics']['slate_recall']:.2f}, NDCG@3 {row['metrics']['ndcg@3']:.2f})"
         )
@@ -375,6 +381,8 @@ def main(argv: list[str]) -> None:
     args = p.parse_args(argv)
     if args.jobs < 1:
         p.error("--jobs must be at least 1")
+    if args.seeds and (len(set(args.seeds)) < len(args.seeds) or len(args.seeds) > max(T95)):
+        p.error(f"--seeds: at most {max(T95)} seeds, all different")
     names = list(ENTRIES) if args.entry == "all" else [args.entry]
     for name in names:
         entry = replace(ENTRIES[name], seeds=args.seeds or ENTRIES[name].seeds)

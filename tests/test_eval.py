@@ -313,7 +313,12 @@ def test_a_bad_command_ends_in_one_line(what, tmp_path, capsys, monkeypatch):
     flags, words = BAD[what]
     if what == "other examples":
         words = "--against lacks test-0"
-    for name, path in {"EMPTY": "empty", "BROKEN": "broken.jsonl", "OTHER": "other.jsonl", "GOLD": "gold.jsonl"}.items():
+    for name, path in {
+        "EMPTY": "empty",
+        "BROKEN": "broken.jsonl",
+        "OTHER": "other.jsonl",
+        "GOLD": "gold.jsonl",
+    }.items():
         flags = flags.replace(name, str(tmp_path / path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -177,7 +177,9 @@ def test_the_order_of_examples_is_a_pure_function_of_seed_and_step(n, batch):
         seen = [i for b in epoch for i in b]
         assert len(set(seen)) == whole * batch and set(seen) <= set(range(n))
     torch.manual_seed(3), random.seed(3)
-    assert [data.order(n, 5, step, batch) for step in reversed(range(3 * whole))][::-1] == [b for e in epochs for b in e]
+    assert [data.order(n, 5, step, batch) for step in reversed(range(3 * whole))][::-1] == [
+        b for e in epochs for b in e
+    ]
     assert n < 7 or len({str(e) for e in epochs}) == 3
     assert n < 7 or epochs[0] != [data.order(n, 6, i, batch) for i in range(whole)]
     left = [set(range(n)) - {i for b in e for i in b} for e in epochs]  # the rest: another one in each epoch

@@ -267,7 +267,9 @@ def test_the_gap_to_the_sampler_is_a_mean_over_sampled_tokens(policy):
         own = model.completion_logp(policy.model, roll.prompt_ids, roll.tokens, roll.mask, roll.group, 0.7)[0]
     gap = float((own - roll.logp)[roll.mask].abs().mean())
     for method in ("grpo", "fgrpo"):
-        assert gradient(policy, f"--method {method} --micro_tokens 60")[1]["sampler_gap"] == pytest.approx(gap, rel=1e-5)
+        assert gradient(policy, f"--method {method} --micro_tokens 60")[1]["sampler_gap"] == pytest.approx(
+            gap, rel=1e-5
+        )
 
 
 @pytest.mark.parametrize("method", ["grpo", "fgrpo", "rloo"])
