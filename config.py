@@ -84,6 +84,8 @@ class Config:
     """The four delimiters of the two phases, in order."""
     max_prompt: int = 2048
     """Longest prompt in tokens; longer ones are left out at load and counted, never cut."""
+    min_count: int = 1
+    """Recommendation data: drop items that fewer users than this have, before sequences are made."""
     min_rating: float = 0.0
     """MovieLens: drop ratings below this; 0 keeps all."""
     world_clusters: int = 12
@@ -261,7 +263,7 @@ AT_LEAST = {  # smallest allowed value
     **dict.fromkeys(
         "steps history slate_size rank_size max_prompt layers group_size max_new_tokens kv_tokens".split(), 1
     ),
-    **dict.fromkeys("batch_size micro_tokens mu ndcg_k world_gold world_examples keep".split(), 1),
+    **dict.fromkeys("batch_size micro_tokens mu min_count ndcg_k world_gold world_examples keep".split(), 1),
     **dict.fromkeys(
         "seed data_seed max_examples warmup log_samples eval_every eval_examples save_every ddof".split(), 0
     ),
@@ -319,6 +321,8 @@ def check(cfg: Config, world_size: int = 1, training: bool = True) -> Config:
         fail("--eval_k needs cutoffs of at least 1")
     if cfg.width % 32:
         fail(f"--width {cfg.width} is not a multiple of the head size 32")
+    if not cfg.run_dir.strip() or "\0" in cfg.run_dir:
+        fail("--run_dir needs the name of a folder")
     if max(cfg.seed, cfg.data_seed) >= 2**63:
         fail("--seed and --data_seed must be below 2^63")
     if cfg.rank_form == "position" and cfg.template == "instruct":
@@ -426,7 +430,7 @@ def read_yaml(path: str) -> dict:
     try:
         with open(path, encoding="utf-8") as f:
             loaded = yaml.load(f, UniqueKeys)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as e:
         fail(f"cannot read config {path}: {e}")
     if not isinstance(loaded or {}, dict):
         fail(f"{path}: expected lines of 'key: value'")
@@ -460,6 +464,7 @@ def parse(argv: list[str] | None = None, world_size: int = 1, training: bool = T
             many = Config.__dataclass_fields__[key].type in (list[str], list[int])
             if (
                 value is None
+                or None in values
                 or (isinstance(value, list) and not many)
                 or any(isinstance(v, (dict, list)) for v in values)
             ):

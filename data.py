@@ -424,7 +424,9 @@ def next_item(cfg: Config, split: str, events, named) -> Split:
     Everything is arrays until max_examples has chosen, so tens of millions of rows fit in a few GB.
     """
     users, items, times, names, dropped = gather(events, named)
-    users, items = sequences(users, items, times, dropped)
+    known = np.bincount(items, minlength=len(names))[items] >= cfg.min_count
+    dropped["interaction with an item below --min_count"] += int((~known).sum())
+    users, items = sequences(users[known], items[known], times[known], dropped)
     start, length = spans(users)
     place = np.arange(len(users)) - start
     left = length - place  # 1: the user's last item
@@ -693,6 +695,10 @@ def encode(tokenizer, prompt: str) -> list[int]:
 def fit(split: Split, tokenizer, cfg: Config) -> tuple[list[Example], list[list[int]]]:
     """Examples and their prompt ids; prompts over max_prompt are left out and counted in split.dropped, never cut (F16)."""
     pairs = [(e, encode(tokenizer, e.prompt)) for e in split.examples]
+    unknown = tokenizer.unk_token_id
+    if unknown is not None and all(unknown in ids for _, ids in pairs):
+        fail(f"--init {cfg.init}: its tokenizer knows the words of none of these prompts; it was made from other data "
+             f"(--data, --data_seed, --tokenizer?)")  # fmt: skip
     kept = [(e, ids) for e, ids in pairs if len(ids) <= cfg.max_prompt]
     if len(kept) < len(pairs):
         split.dropped["prompt longer than --max_prompt"] = len(pairs) - len(kept)

@@ -103,6 +103,8 @@ class Policy:
     ) -> Rollout:
         """Samples of every prompt under the configuration's limits, with the weights whole on this rank."""
         prefix = self.tokenizer(cfg.prefix, add_special_tokens=False)["input_ids"] if cfg.prefix else []
+        if b"".join(self.pieces[i] for i in prefix) != cfg.prefix.encode():
+            fail(f"--prefix {cfg.prefix!r}: the tokenizer has no tokens for it")
         with lm.gathered(self.model):
             return rollout(self.model, prompts, samples, self.stop, max_new_tokens=cfg.max_new_tokens, temperature=temperature,
                            top_p=cfg.top_p, keys=keys, prefix=prefix, kv_tokens=cfg.kv_tokens, dtype=self.dtype)  # fmt: skip
@@ -172,7 +174,10 @@ def read_rows(path: str, split: str) -> list[dict]:
     file = os.path.join(path, f"eval_{split}.jsonl") if os.path.isdir(path) or not path.endswith(".jsonl") else path
     try:
         with open(file, encoding="utf-8") as f:
-            return [json.loads(line) for line in f]
+            rows = [json.loads(line) for line in f]
+        if not all(isinstance(r, dict) and {"id", "metrics"} <= set(r) for r in rows):
+            raise ValueError("its lines are no rows of an evaluation")
+        return rows
     except (OSError, ValueError) as e:
         fail(f"--against {path}: cannot read {file} ({e}); make it with: python eval.py --init {path} --split {split}")
 
@@ -209,10 +214,15 @@ def table(result: dict[str, dict]) -> str:
 def main(argv: list[str]) -> dict[str, dict]:
     first = parse(argv, training=False)
     explicit = any(a == "--run_dir" or a.startswith("--run_dir=") for a in argv)
-    home = first.init if first.init and os.path.isdir(os.path.join(first.init, "checkpoints")) else first.run_dir
+    known = os.path.isdir(os.path.join(first.init, "checkpoints")) or "checkpoints" in first.init.split(os.sep)
+    home = first.init if first.init and known else first.run_dir  # a run's results lie with it, a checkpoint's in it
     cfg = replace(first, run_dir=first.run_dir if explicit else home)
     if not cfg.init and not cfg.baseline:
         fail("--init RUN_OR_MODEL is needed (or --baseline random | popularity)")
+    try:
+        os.makedirs(cfg.run_dir, exist_ok=True)
+    except OSError as e:
+        fail(f"--run_dir {cfg.run_dir} cannot be written: {e}")
     split = data.load(cfg)
     other = read_rows(cfg.against, cfg.split) if cfg.against else None
     if cfg.baseline:
@@ -229,7 +239,6 @@ def main(argv: list[str]) -> dict[str, dict]:
                  f"{wrong[0]}; evaluate both on the same data")  # fmt: skip
     result = compare(rows, other)
     name = f"eval_{cfg.split}" + (f"_{cfg.baseline}" if cfg.baseline else "")
-    os.makedirs(cfg.run_dir, exist_ok=True)
     write(os.path.join(cfg.run_dir, f"{name}.jsonl"), lines_of(rows))
     write(os.path.join(cfg.run_dir, f"{name}.json"), json.dumps(
         {"examples": len(rows), "dropped": split.dropped, "metrics": result, "config": dump(cfg)}, indent=1))  # fmt: skip

@@ -54,9 +54,10 @@ def checkpoint_of(path: str) -> str:
         return path
     names = sorted(os.listdir(folder))
     steps = [n for n in names if n.startswith("step-") and n[5:].isdigit()]
-    if not steps and "best" not in names:
+    if not steps:
         fail(f"--init {path}: the run has no checkpoint yet")
-    return os.path.join(folder, "best" if "best" in names else steps[-1])
+    best = os.path.join(folder, "best")
+    return best if os.path.exists(best) else os.path.join(folder, steps[-1])
 
 
 def load_tokenizer(cfg: Config, examples=(), catalog=()):
@@ -67,12 +68,19 @@ def load_tokenizer(cfg: Config, examples=(), catalog=()):
         return build_tokenizer(cfg.tokenizer, texts)
     from transformers import AutoTokenizer
 
-    return from_hub(AutoTokenizer, cfg)
+    tokenizer = from_hub(AutoTokenizer, cfg)
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        fail(f"--init {cfg.init}: it has no tokenizer files")
+    if tokenizer.eos_token_id is None:
+        fail(f"--init {cfg.init}: its tokenizer has no end token (eos_token), so no completion could end")
+    return tokenizer
 
 
 def from_hub(auto, cfg: Config, **kwargs):
     """auto.from_pretrained of --init; every failure ends in one line."""
     path = checkpoint_of(cfg.init)
+    if not os.path.exists(path) and (path.startswith(("runs/", "/", ".")) or path.count("/") > 1):
+        fail(f"--init {cfg.init}: cannot load it: there is no such folder (a hub name has at most one slash)")
     if path.endswith(".gguf"):  # needs the packages gguf and accelerate
         path, kwargs["gguf_file"] = os.path.split(path)
     try:
@@ -147,9 +155,21 @@ def load(cfg: Config, tokenizer, device: torch.device) -> nn.Module:
 
     if cfg.init:
         model = from_hub(AutoModelForCausalLM, cfg, dtype=torch.float32)
+        if (
+            getattr(model, "hf_quantizer", None) is not None
+        ):  # .gguf: the weights are plain fp32 now, so let them be saved
+            model.hf_quantizer = None
+            for holder, name in ((model, "quantization_method"), (model.config, "quantization_config")):
+                if hasattr(holder, name):
+                    delattr(holder, name)
     else:
         model = build(cfg, tokenizer)
-    model.set_attn_implementation(attention_of(cfg, device))
+    try:
+        model.set_attn_implementation(attention_of(cfg, device))
+    except (ImportError, ValueError) as e:
+        fail(f"--attention {cfg.attention}: {str(e).strip().splitlines()[0]}")
+    if tokenizer is not None and len(tokenizer) > (rows := model.get_input_embeddings().num_embeddings):
+        fail(f"--init {cfg.init}: its tokenizer has {len(tokenizer)} tokens, its model {rows}")
     longest = getattr(model.config, "max_position_embeddings", math.inf)
     if cfg.max_prompt + cfg.max_new_tokens > longest:
         fail(

@@ -8,7 +8,9 @@
 Left out: anything that knows of losses or rewards; train.py calls it.
 """
 
+import fcntl
 import json
+import math
 import os
 import shutil
 import sys
@@ -48,13 +50,14 @@ class Run:
                   "baseline")  # fmt: skip
 
     def __init__(self, cfg: Config, rank: int):
-        self.cfg, self.main, self.best, self.checkpoint = cfg, rank == 0, None, ""
+        self.cfg, self.main, self.checkpoint = cfg, rank == 0, ""
+        self.best, self.best_step = None, None  # highest best_metric so far, and the step it was measured at
         self.folder = os.path.join(cfg.run_dir, "checkpoints")
         old = os.path.join(cfg.run_dir, "config.yaml")
         if cfg.resume:
             self.checkpoint = self.latest()
             self.compare(old)
-        elif os.path.exists(old):
+        elif os.path.exists(old) or self.steps():
             fail(f"--run_dir {cfg.run_dir} holds a run already: continue it with --resume, or choose another folder")
 
     def say(self, text: str) -> None:
@@ -62,7 +65,9 @@ class Run:
             tqdm.write(text, file=sys.stderr)
 
     def steps(self) -> list[str]:
-        return sorted(n for n in os.listdir(self.folder) if n.startswith("step-")) if os.path.isdir(self.folder) else []
+        """Names of the checkpoints, oldest first."""
+        names = os.listdir(self.folder) if os.path.isdir(self.folder) else []
+        return sorted(n for n in names if n.startswith("step-") and n[5:].isdigit())
 
     def latest(self) -> str:
         if not self.steps():
@@ -83,30 +88,47 @@ class Run:
                 )
         self.cfg.init = was.init
 
+    def read_state(self) -> dict:
+        """trainer.pt of the checkpoint to go on from."""
+        try:
+            state = torch.load(os.path.join(self.checkpoint, "trainer.pt"), map_location="cpu", weights_only=True)
+        except Exception as e:
+            reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+            fail(f"--resume: {self.checkpoint} is damaged ({reason}); delete it to go on from the one before")
+        if state["step"] > self.cfg.steps:
+            fail(f"--resume: the run is at step {state['step']} already, beyond --steps {self.cfg.steps}")
+        return state
+
     def open(self, optimizer) -> int:
         """Claim the folder, now that everything is loaded: a start that failed before leaves no run behind. On resume
         load optimiser and step of the checkpoint and drop log lines behind it. Returns the first step to do."""
+        state = self.read_state() if self.checkpoint else {}
         if dist.is_initialized():
             dist.barrier()  # every rank has seen the folder free before the first one writes
         try:
             os.makedirs(self.folder, exist_ok=True)
             self.writer = reporter(self.cfg) if self.main else None
             if self.main:
+                self.lock = open(os.path.join(self.cfg.run_dir, ".lock"), "w")  # held until the run ends
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 write(os.path.join(self.cfg.run_dir, "config.yaml"), dump(replace(self.cfg, resume=False)))
+        except BlockingIOError:
+            fail(f"--run_dir {self.cfg.run_dir} is in use by another process; choose another folder")
         except OSError as e:
             fail(f"--run_dir {self.cfg.run_dir} cannot be written: {e}")
         if not self.checkpoint:
             return 0
-        state = torch.load(os.path.join(self.checkpoint, "trainer.pt"), map_location="cpu", weights_only=True)
         load_optimizer(optimizer, state["optimizer"])
         torch.set_rng_state(state["rng"])
-        self.best = state["best"]
+        self.best, self.best_step = state["best"], state.get("best_step")
+        if self.main and state.get("best_step"):
+            self.link_best(state["best_step"])  # a kill between writing a checkpoint and linking it would lose the link
         for name in ("log.jsonl", "samples.jsonl"):
             path = os.path.join(self.cfg.run_dir, name)
             if self.main and os.path.exists(path):
-                with open(path, encoding="utf-8") as f:
-                    lines = [line for line in f if line.endswith("\n")]  # a crash may leave half a line
-                write(path, "".join(line for line in lines if json.loads(line)["step"] <= state["step"]))
+                with open(path, encoding="utf-8", errors="replace") as f:
+                    lines = f.readlines()
+                write(path, "".join(line for line in lines if (step_of(line) or math.inf) <= state["step"]))
         return state["step"]
 
     def log(self, step: int, metrics: dict, timing: dict, examples: list, roll, scored) -> None:
@@ -134,33 +156,57 @@ class Run:
     def save(self, step: int, policy, optimizer, better: bool) -> None:
         """A checkpoint; called on every rank, because gathering shards is collective."""
         weights, state = lm.full_state(policy.model), optimizer_state(optimizer, self.main)
-        if self.main:
-            name = f"step-{step:06d}"
-            aside, final = os.path.join(self.folder, f".{name}"), os.path.join(self.folder, name)
-            shutil.rmtree(aside, ignore_errors=True)
+        self.best_step = step if better else self.best_step
+        if not self.main:
+            return
+        name = f"step-{step:06d}"
+        aside, final = os.path.join(self.folder, f".{name}"), os.path.join(self.folder, name)
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
             lm.save(policy.model, policy.tokenizer, aside, weights)
             write(os.path.join(aside, "config.yaml"), dump(replace(self.cfg, resume=False)))
-            torch.save({"optimizer": state, "step": step, "rng": torch.get_rng_state(), "best": self.best},
-                       os.path.join(aside, "trainer.pt"))  # fmt: skip
+            torch.save({"optimizer": state, "step": step, "rng": torch.get_rng_state(), "best": self.best,
+                        "best_step": self.best_step}, os.path.join(aside, "trainer.pt"))  # fmt: skip
             for file in os.listdir(aside):
                 sync(os.path.join(aside, file))
-            shutil.rmtree(final, ignore_errors=True)
-            os.rename(aside, final)
-            sync(self.folder)
-            if better:
-                link = os.path.join(self.folder, ".best")
-                if os.path.lexists(link):
-                    os.remove(link)
-                os.symlink(name, link)
-                os.replace(link, os.path.join(self.folder, "best"))
-            best = os.path.realpath(os.path.join(self.folder, "best"))
-            for old in self.steps()[: -self.cfg.keep]:
-                if os.path.join(os.path.realpath(self.folder), old) != best:
-                    shutil.rmtree(os.path.join(self.folder, old))
+        except BaseException as e:
+            shutil.rmtree(aside, ignore_errors=True)  # half a checkpoint is no use, and a full disk needs the room
+            if isinstance(e, OSError) or "PytorchStreamWriter" in str(e) or "inline_container" in str(e):
+                fail(f"cannot save step {step} in {self.folder} ({str(e).strip().splitlines()[0]}); make room, then go on "
+                     f"from the last checkpoint with --resume")  # fmt: skip
+            raise
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(aside, final)
+        sync(self.folder)
+        if better:
+            self.link_best(step)
+        best = os.path.realpath(os.path.join(self.folder, "best"))
+        for old in self.steps()[: -self.cfg.keep]:
+            if os.path.join(os.path.realpath(self.folder), old) != best:
+                shutil.rmtree(os.path.join(self.folder, old))
+
+    def link_best(self, step: int) -> None:
+        """Point checkpoints/best at the checkpoint of a step, if that is there."""
+        name, link = f"step-{step:06d}", os.path.join(self.folder, ".best")
+        if os.path.isdir(os.path.join(self.folder, name)):
+            if os.path.lexists(link):
+                os.remove(link)
+            os.symlink(name, link)
+            os.replace(link, os.path.join(self.folder, "best"))
 
     def close(self) -> None:
         if self.writer:
             self.writer(None, {})
+        if self.main:
+            self.lock.close()
+
+
+def step_of(line: str) -> int | None:
+    """The step of a log line; None for a damaged one (a crash may leave half a line)."""
+    try:
+        return json.loads(line)["step"] if line.endswith("\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def sync(path: str) -> None:

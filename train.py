@@ -78,7 +78,7 @@ def main(cfg: Config) -> dict[str, float]:
 
         done, leaving = step + 1, bool(all_sum(torch.tensor(float(stop.asked), device=device)))
         due = lambda every, done=done: done == cfg.steps or (every > 0 and done % every == 0)  # noqa: E731
-        if due(cfg.eval_every) and not leaving:
+        if due(cfg.eval_every):
             latest = means(evaluate(policy, *held_out, cfg))
             metrics |= {f"valid/{k}": v for k, v in latest.items()}
         timing = {"seconds_sample": sampled - began, "seconds": time.perf_counter() - began, "memory_gb": peak_memory()}
@@ -279,4 +279,7 @@ class Signals:
 
 
 if __name__ == "__main__":
-    main(parse(world_size=int(os.environ.get("WORLD_SIZE", 1))))
+    try:
+        main(parse(world_size=int(os.environ.get("WORLD_SIZE", 1))))
+    except KeyboardInterrupt:  # before the loop, or the second one: the last checkpoint stands
+        sys.exit(130)
