@@ -219,24 +219,26 @@ def main(argv: list[str]) -> dict[str, dict]:
     cfg = replace(first, run_dir=first.run_dir if explicit else home)
     if not cfg.init and not cfg.baseline:
         fail("--init RUN_OR_MODEL is needed (or --baseline random | popularity)")
-    try:
-        os.makedirs(cfg.run_dir, exist_ok=True)
-    except OSError as e:
-        fail(f"--run_dir {cfg.run_dir} cannot be written: {e}")
     split = data.load(cfg)
     other = read_rows(cfg.against, cfg.split) if cfg.against else None
-    if cfg.baseline:
-        rows = baseline_rows(cfg.baseline, split, cfg)
-    else:
+    examples = split.examples
+    if not cfg.baseline:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         policy = open_policy(cfg, split, device)
         examples, prompts = data.fit(split, policy.tokenizer, cfg)
-        rows = evaluate(policy, examples, prompts, cfg, progress=sys.stderr.isatty())
     if other is not None:
         theirs = {r["id"]: r.get("gold") for r in other}
-        if wrong := [r["id"] for r in rows if theirs.get(r["id"]) != r["gold"]]:
-            fail(f"--against {cfg.against}: it lacks {len(wrong)} of {len(rows)} examples or has other gold for them, such as "
-                 f"{wrong[0]}; evaluate both on the same data")  # fmt: skip
+        if wrong := [e.id for e in examples if theirs.get(e.id) != e.gold]:
+            fail(f"--against {cfg.against}: it lacks {len(wrong)} of {len(examples)} examples or has other gold for them, such "
+                 f"as {wrong[0]}; evaluate both on the same data")  # fmt: skip
+    try:
+        os.makedirs(cfg.run_dir, exist_ok=True)  # before the long part, not after it
+    except OSError as e:
+        fail(f"--run_dir {cfg.run_dir} cannot be written: {e}")
+    if cfg.baseline:
+        rows = baseline_rows(cfg.baseline, split, cfg)
+    else:
+        rows = evaluate(policy, examples, prompts, cfg, progress=sys.stderr.isatty())
     result = compare(rows, other)
     name = f"eval_{cfg.split}" + (f"_{cfg.baseline}" if cfg.baseline else "")
     write(os.path.join(cfg.run_dir, f"{name}.jsonl"), lines_of(rows))

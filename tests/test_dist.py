@@ -73,7 +73,7 @@ def record(folder, sft: str, rank: int, ranks: int) -> dict[str, dict]:
 def uneven() -> dict:
     """Inside gathered() ranks may forward a different number of times, and see the weights of the last update (F42)."""
     rank = dist.get_rank()
-    cfg = parse(settings("", "--layers 2"))
+    cfg = parse(settings("unused", "--layers 2"))
     policy = evaluation.open_policy(cfg, data.load(cfg, "train"), CPU)
     net = model.shard(policy.model, torch.float32)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)

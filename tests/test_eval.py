@@ -309,7 +309,9 @@ def test_a_bad_command_ends_in_one_line(what, tmp_path, capsys, monkeypatch):
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     (tmp_path / "broken.jsonl").write_text('{"id": "test-0", "met')
     (tmp_path / "other.jsonl").write_text('{"id": "other-1", "metrics": {"mrr": 1.0}}\n')
-    (tmp_path / "gold.jsonl").write_text("".join(f'{{"id": "test-{i}", "gold": {{"x": 1}}}}\n' for i in range(8)))
+    (tmp_path / "gold.jsonl").write_text(
+        "".join(f'{{"id": "test-{i}", "gold": {{"x": 1}}, "metrics": {{}}}}\n' for i in range(8))
+    )
     flags, words = BAD[what]
     if what == "other examples":
         words = "--against lacks test-0"
