@@ -144,7 +144,7 @@ def build(cfg: Config, tokenizer) -> nn.Module:
         vocab_size=len(tokenizer), hidden_size=cfg.width, intermediate_size=3 * cfg.width,
         num_hidden_layers=cfg.layers, num_attention_heads=heads, num_key_value_heads=heads, head_dim=32,
         max_position_embeddings=cfg.max_prompt + cfg.max_new_tokens, tie_word_embeddings=cfg.tie,
-        initializer_range=cfg.width**-0.5,  # logits of unit size at the start: copying a title is then a small step
+        initializer_range=cfg.width**-0.5,  # logits of unit size at the start
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     ))  # fmt: skip
 
