@@ -1,7 +1,7 @@
 """The experiment's settings: one flat dataclass, one place that reads and checks them.
 
 A YAML file under configs/ is a list of flags: it goes through the same parser as the command line, so both get the
-same names, types and errors. Precedence: field default < YAML < command line. Left out: nesting, interpolation,
+same names, types and errors. Precedence: field default < options of the method < YAML < command line. Left out: nesting, interpolation,
 inheritance between files.
 
     python train.py --config configs/demo.yaml --method fgrpo --steps 50
@@ -71,6 +71,9 @@ class Config:
     """Items of a slate (n): asked for, demonstrated, and the most that count in an answer."""
     rank_size: int = 5
     """Items of a ranking (k): asked for, demonstrated, and the most that count in an answer."""
+    answer: str = ""
+    """Form of an answer: phases (slate and ranking between tags), list (slate_size lines, best first, an item a line, no
+    tags). Empty: list for data of lists (requests) and for methods whose unit is a rank, else phases."""
     item_form: str = "title"
     """How an answer names an item: title, or index (#3 = third of the pool)."""
     rank_form: str = "item"
@@ -81,7 +84,13 @@ class Config:
     template: str = "terse"
     """Prompt wording: terse (models built from scratch) or instruct (pretrained ones)."""
     tags: list[str] = field(default_factory=lambda: ["<SLATE>", "</SLATE>", "<RANK>", "</RANK>"])
-    """The four delimiters of the two phases, in order."""
+    """Delimiters of the phases, in order: open and close of each."""
+    phases: list[str] = field(default_factory=lambda: ["slate", "rank"])
+    """What the pairs of tags hold, in order: one slate, later one rank, and any number of plan (a line of free text, which
+    is credited with R_joint)."""
+    draw: str = "request"
+    """Training examples of data with several responders: request (one per request, all its responders: ReMaRk) or row
+    (one per request and responder, with this one's items only: Rank-GRPO). valid and test: always request."""
     max_prompt: int = 2048
     """Longest prompt in tokens; longer ones are left out at load and counted, never cut."""
     min_count: int = 1
@@ -100,6 +109,19 @@ class Config:
     """Built-in world: demonstrated slates start up to this many places beside the right one. 0: perfect teacher."""
     world_examples: int = 4000
     """Built-in world: training examples (valid and test get an eighth each)."""
+    requests_themes: int = 12
+    """Built-in requests: themes (moods that a request names)."""
+    requests_items: int = 16
+    """Built-in requests: titles of a theme, from best to worst; the catalog has themes x items titles."""
+    requests_responders: int = 5
+    """Built-in requests: most responders of a request; how many it has is drawn from 1 to this."""
+    requests_named: int = 3
+    """Built-in requests: titles that a responder names."""
+    requests_disagreement: float = 0.5
+    """Built-in requests: chance that a responder names any title of the theme and not the best one left. 0: all name the
+    same titles, 1: each names its own."""
+    requests_examples: int = 2000
+    """Built-in requests: training requests (valid and test get an eighth each)."""
 
     "== Model"
 
@@ -162,23 +184,87 @@ class Config:
     "== Method (empty or -1: what the row of METHODS says)"
 
     ratio: str = ""
-    """Importance ratio: none, token, unit or sequence (the last two are geometric means)."""
+    """Importance ratio: none, token, unit, sequence (the last two are geometric means) or sequence_token (the sequence's
+    value, the token's gradient)."""
     aggregate: str = ""
     """How tokens become one number: one of %(aggregates)s."""
     clip_low: float = -1.0
     """Lower clip range: the ratio is held above 1 - clip_low."""
     clip_high: float = -1.0
     """Upper clip range: the ratio is held below 1 + clip_high."""
+    cispo_cap: float = -1.0
+    """CISPO: largest weight of a token, absolute (not an offset from 1)."""
+    dual_clip: float = 0.0
+    """Second bound for negative advantages: the objective is at least this times the advantage; 0: off, usual: 3."""
+    tis: float = 0.0
+    """Truncated importance weights for a gap between sampler and learner: their largest value; 0: off. Old log-probs are
+    recomputed then."""
     lam: float = 1.0
     """Weight lambda of the ranking: of its loss in fgrpo, of its reward in R_joint = R_slate + lambda R_rank."""
     credit: str = "own"
     """fgrpo: own (a phase's advantage reaches its tokens only) or causal (plus lambda times that of later phases)."""
+    lam_schedule: str = "constant"
+    """lambda over the steps: constant, linear or cosine (to lam_end), or adaptive (follows the phases' remaining reward
+    spread, within a factor of 4)."""
+    lam_end: float = 1.0
+    """lambda at the last step of a linear or cosine lam_schedule."""
+    weights: list[float] = field(default_factory=list)
+    """Weight of each unit, in place of 1 and lambda: 1 0 trains the slate alone, 0 1 the ranking alone."""
+    focal_gamma: float = 0.0
+    """Focal weight: advantages times (1 - success rate of the prompt's samples)^gamma; 0: off."""
+    focal_ema: float = 0.0
+    """Adaptive gamma: decay of each prompt's running success rate s; its gamma is 2 s focal_gamma. 0: one gamma for all."""
+    smoothing: float = 0.0
+    """Differential smoothing: minus this times the mean log-prob on right answers, plus on wrong ones (added to the
+    advantage; right: at least half of the largest reward)."""
+    keep_samples: int = 0
+    """GFPO: train on this many samples of each group; 0: all."""
+    keep_by: str = "length"
+    """GFPO: the column of the score table that chooses, smallest first; -COLUMN: largest first (length, -efficiency)."""
+    keep_by_difficulty: list[int] = field(default_factory=list)
+    """GFPO: samples to keep from the easiest to the hardest share of the step's prompts, such as 3 4 6 6."""
+    rejected: str = "count"
+    """GFPO: rejected samples count in the loss's divisor (count) or not (drop)."""
+    refill: int = 0
+    """Dynamic sampling: how often prompts whose samples all earn the same are replaced by others; 0: off."""
+    good_answers: int = 1
+    """Preference methods: good answers of a prompt."""
+    bad_answers: int = 1
+    """Preference methods: bad answers of a prompt."""
+    pair_source: str = "data"
+    """Preference methods: answers made from gold and candidates (data), or the best and worst of group_size samples (model)."""
+    gae_gamma: float = 1.0
+    """PPO: discount per token."""
+    gae_lam: float = 0.95
+    """PPO: lambda of generalised advantage estimation."""
+    critic_lr: float = 1.0
+    """PPO: learning rate of the critic, as a multiple of lr."""
+    value_clip: float = 0.2
+    """PPO: the critic's values are held this close to the old ones; 0: not clipped."""
+    value_coef: float = 0.5
+    """PPO: weight of the critic's loss."""
+    end_value: float = 0.1
+    """Lists: advantage of a stop token right behind the last line asked for."""
+    early_value: float = -0.1
+    """Lists: advantage of a stop token before that."""
+    overflow_value: float = -0.1
+    """Lists: advantage of every token beyond the last line asked for."""
     adv_eps: float = 1e-4
     """Added to the standard deviation where advantages are divided by it."""
     ddof: int = 1
     """Degrees of freedom of that standard deviation: 1 sample, 0 population."""
     beta: float = 0.0
-    """Weight of the KL term against the frozen start weights; 0: no reference model is loaded."""
+    """Weight of the KL term against the frozen start weights; 0: no reference model is loaded. Preference methods: their
+    beta."""
+    kl_in: str = "loss"
+    """Where the KL term goes: loss, or reward (of every unit, or of every token for ppo; use --kl k1 there)."""
+    kl_fuse: float = 0.0
+    """Largest KL to the start weights in nats per token: beyond it an update is not applied and the learning rate halved,
+    and after three in a row the best checkpoint is restored. 0: off."""
+    entropy: float = 0.0
+    """Weight of an entropy bonus."""
+    low_lr_gamma: float = 0.0
+    """Learning rate times m_gamma, what a focal weight of this gamma takes from the mean advantage; 0: times 1."""
     kl: str = "k3"
     """KL estimator in the loss: k2 (right gradient on policy), k3, or k1 (zero expected gradient: to show it)."""
     kl_ratio: bool = False
@@ -209,6 +295,25 @@ class Config:
     """A ranking with an entry outside the slate, or twice the same, is malformed. False: the entry is skipped."""
     append_unranked: bool = False
     """Append slate items that the ranking left out, in slate order, before scoring."""
+    format_credit: str = "none"
+    """Malformed completions: none (the penalty for every phase) or partial (for the phases that broke; others keep theirs)."""
+    popularity_power: float = 0.0
+    """A gold item found is worth its utility x (training count + 1)^-power, rescaled to keep an example's sum: R_slate is
+    the recall and R_rank the NDCG of these weights (inverse propensity). 0: off."""
+    tail_quota: float = 0.0
+    """Share of the slate's places reserved for tail items (all but the most popular ones that make up half of the training
+    counts): popular entries beyond the other places earn nothing. 0: off."""
+    returns: str = "exp"
+    """Lists: return of rank k over the hits rel_j at j >= k: exp (sum of rel_j / gamma^(j-k)) or log (of rel_j / log2(j+1))."""
+    returns_gamma: float = math.inf
+    """Lists: gamma of the exponential return, at least 1; inf leaves the hit at rank k itself."""
+    consensus: float = 0.0
+    """Lists: an item that c of n responders named is worth (c/n)^consensus: 0 union (any one counts), 1 mean."""
+    year_tolerance: int = 2
+    """Lists: a title with a year is a hit if the responder's year is at most this far."""
+    overlong: float = 0.0
+    """Soft punishment of length (DAPO): within the last this share of max_new_tokens up to -1 is added to the reward of
+    every unit. 0: off."""
 
     "== Evaluation and checkpoints"
 
@@ -247,7 +352,11 @@ CHOICES = {  # fields whose value is one word of a short list; checked before an
     "dtype": ["auto", "float32", "bfloat16"],
     "schedule": ["constant", "linear", "cosine"],
     "attention": ["auto", "sdpa", "eager", "flash_attention_2"],
-    "ratio": ["", "none", "token", "unit", "sequence"],
+    "ratio": ["", "none", "token", "unit", "sequence", "sequence_token"],
+    "lam_schedule": ["constant", "linear", "cosine", "adaptive"],
+    "rejected": ["count", "drop"],
+    "pair_source": ["data", "model"],
+    "kl_in": ["loss", "reward"],
     "aggregate": ["", *AGGREGATES],
     "credit": ["own", "causal"],
     "kl": ["k1", "k2", "k3"],
@@ -257,6 +366,10 @@ CHOICES = {  # fields whose value is one word of a short list; checked before an
     "ndcg_gain": ["binary", "linear", "exp"],
     "ndcg_ideal": ["gold", "slate"],
     "format_scope": ["all", "none"],
+    "answer": ["", "phases", "list"],
+    "draw": ["request", "row"],
+    "format_credit": ["none", "partial"],
+    "returns": ["exp", "log"],
     "baseline": ["", "random", "popularity"],
 }
 AT_LEAST = {  # smallest allowed value
@@ -268,10 +381,24 @@ AT_LEAST = {  # smallest allowed value
         "seed data_seed max_examples warmup log_samples eval_every eval_examples save_every ddof".split(), 0
     ),
     **dict.fromkeys("temperature lr min_lr weight_decay grad_clip beta lam adv_eps world_noise world_slack".split(), 0),
-    **dict.fromkeys("eval_temperature min_rating".split(), 0),
-    **dict.fromkeys("pool_size world_clusters world_items".split(), 2),
+    **dict.fromkeys("eval_temperature min_rating year_tolerance consensus".split(), 0),
+    **dict.fromkeys("popularity_power tail_quota requests_disagreement".split(), 0),
+    **dict.fromkeys("requests_responders requests_named requests_examples returns_gamma".split(), 1),
+    **dict.fromkeys(
+        "lam_end focal_gamma focal_ema smoothing keep_samples refill dual_clip tis gae_gamma gae_lam".split(), 0
+    ),
+    **dict.fromkeys("critic_lr value_clip value_coef kl_fuse entropy low_lr_gamma overlong".split(), 0),
+    **dict.fromkeys("good_answers bad_answers".split(), 1),
+    **dict.fromkeys("pool_size world_clusters world_items requests_themes".split(), 2),
     "width": 32,
 }
+LISTS = {"requests"}  # data sets whose answers are lists
+INFINITE = {"returns_gamma"}  # numbers that may be infinite
+
+
+def answer_of(cfg: Config) -> str:
+    """Form of the answers: phases or list (see the field answer)."""
+    return cfg.answer or ("list" if cfg.data in LISTS or METHODS[cfg.method].unit == "rank" else "phases")
 
 
 def fail(message: str):
@@ -285,6 +412,8 @@ def check(cfg: Config, world_size: int = 1, training: bool = True) -> Config:
 
     training: also those that only matter to train.py (eval.py may truncate its sampling, say).
     """
+    from rewards import PHASES  # here, since rewards.py imports this file
+
     for key, allowed in CHOICES.items():
         if (value := getattr(cfg, key)) not in allowed:
             near = difflib.get_close_matches(value, allowed, 1, 0)
@@ -293,22 +422,46 @@ def check(cfg: Config, world_size: int = 1, training: bool = True) -> Config:
         if not getattr(cfg, key) >= least:  # written so that nan fails too
             fail(f"--{key} {getattr(cfg, key)} is too small: at least {least}")
     for f in dataclasses.fields(cfg):
-        if f.type is float and not math.isfinite(getattr(cfg, f.name)):
+        value = getattr(cfg, f.name)
+        if f.type is float and not math.isfinite(value) and not (f.name in INFINITE and value > 0):
             fail(f"--{f.name} {getattr(cfg, f.name)} must be a finite number")
     if not 0 <= cfg.adam_beta2 < 1:
         fail(f"--adam_beta2 {cfg.adam_beta2} is outside [0, 1)")
     if not 0 < cfg.top_p <= 1:
         fail(f"--top_p {cfg.top_p} is outside (0, 1]")
-    if len(cfg.tags) != 4 or len(set(cfg.tags)) != 4 or not all(t.strip() for t in cfg.tags):
-        fail(f"--tags {' '.join(cfg.tags)}: four different strings are needed (slate open, close, rank open, close)")
+    if max(cfg.gae_gamma, cfg.gae_lam) > 1 or cfg.focal_ema >= 1:
+        fail(f"--gae_gamma {cfg.gae_gamma}, --gae_lam {cfg.gae_lam}: at most 1; --focal_ema {cfg.focal_ema}: below 1")
+    if wrong := [p for p in cfg.phases if p not in PHASES]:
+        fail(f"--phases {' '.join(cfg.phases)}: {wrong[0]!r} is not one of {', '.join(PHASES)}")
+    if [p for p in cfg.phases if p != "plan"] != ["slate", "rank"]:
+        fail(f"--phases {' '.join(cfg.phases)}: one slate and, after it, one rank are needed")
+    tags = 2 * len(cfg.phases)
+    if len(cfg.tags) != tags or len(set(cfg.tags)) != tags or not all(t.strip() for t in cfg.tags):
+        fail(
+            f"--tags {' '.join(cfg.tags)}: {tags} different strings are needed (open and close of {', '.join(cfg.phases)})"
+        )
     if any(a != b and a in b for a in cfg.tags for b in cfg.tags):
         fail(f"--tags {' '.join(cfg.tags)}: no tag may contain another")
-    if cfg.rank_size > cfg.slate_size:
+    listed = answer_of(cfg) == "list"
+    if cfg.data in LISTS and not listed:
+        fail(f"--answer phases: answers to --data {cfg.data} are lists; leave --answer empty")
+    if cfg.tail_quota >= 1 or cfg.requests_disagreement > 1:
+        fail(
+            f"--tail_quota {cfg.tail_quota} must be below 1, --requests_disagreement {cfg.requests_disagreement} at most 1"
+        )
+    if cfg.overlong > 1:
+        fail(f"--overlong {cfg.overlong} is a share of --max_new_tokens: at most 1")
+    if cfg.requests_named + 2 > cfg.requests_items:
+        fail(
+            f"--requests_named {cfg.requests_named} leaves no two of --requests_items {cfg.requests_items} to ask with"
+        )
+    if cfg.rank_size > cfg.slate_size and not listed:
         fail(f"--rank_size {cfg.rank_size} is larger than --slate_size {cfg.slate_size}: a ranking orders the slate")
-    if cfg.show_pool and cfg.slate_size > cfg.pool_size:
+    pool = cfg.show_pool and cfg.data not in LISTS  # a data set of lists never shows one
+    if pool and cfg.slate_size > cfg.pool_size:
         fail(f"--slate_size {cfg.slate_size} is larger than --pool_size {cfg.pool_size}")
-    if cfg.item_form == "index" and not cfg.show_pool:
-        fail("--item_form index needs a pool in the prompt: use --show_pool true")
+    if cfg.item_form == "index" and not pool:
+        fail("--item_form index needs a pool in the prompt: use --show_pool true (and not --data requests)")
     if cfg.world_gold >= cfg.world_items:
         fail(f"--world_gold {cfg.world_gold} must be smaller than --world_items {cfg.world_items}")
     if cfg.world_noise > 1:
@@ -360,8 +513,17 @@ def check_training(cfg: Config, world_size: int) -> None:
         fail(f"--credit causal needs a method with phases; {cfg.method} has one unit per sample")
     if cfg.kl == "k2" and cfg.kl_ratio and cfg.beta:
         fail("--kl k2 with --kl_ratio has a wrong gradient: use --kl k3 (or k1), or --kl_ratio false")
-    names = [f"{m}@{k}" for m in ("recall", "precision", "hit", "ndcg", "mrr") for k in cfg.eval_k]
-    names += ["mrr", "slate_recall", "slate_precision"]
+    if row.unit == "phase" and answer_of(cfg) == "list":
+        fail(
+            f"--method {cfg.method} needs answers with phases; these are lists: use a method with unit sequence or rank"
+        )
+    if row.unit == "rank" and answer_of(cfg) != "list":
+        fail(f"--method {cfg.method} needs answers that are lists: leave --answer empty, or use list")
+    if answer_of(cfg) == "list":
+        names = [f"{m}@{k}" for m in ("recall", "hit", "ndcg", "row_recall") for k in cfg.eval_k] + ["mrr"]
+    else:
+        names = [f"{m}@{k}" for m in ("recall", "precision", "hit", "ndcg", "mrr") for k in cfg.eval_k]
+        names += ["mrr", "slate_recall", "slate_precision"]
     if cfg.best_metric not in names:
         near = difflib.get_close_matches(cfg.best_metric, names, 1, 0)[0]
         fail(f"--best_metric {cfg.best_metric!r} is not evaluated; nearest: {near!r}")
@@ -406,9 +568,9 @@ def parser() -> Parser:
         elif isinstance(node, ast.AnnAssign):
             f = fields[node.target.id]
             text = docs[f.name] % words if "%(" in docs[f.name] else docs[f.name].replace("%", "%%")
-            many = f.type in (list[str], list[int])
+            many = f.type in (list[str], list[int], list[float])
             kind = f.type.__args__[0] if many else boolean if f.type is bool else f.type
-            extra = {"nargs": "+"} if many else {"nargs": "?", "const": True} if f.type is bool else {}
+            extra = {"nargs": "*"} if many else {"nargs": "?", "const": True} if f.type is bool else {}
             default = f.default_factory() if many else f.default
             group.add_argument(f"--{f.name}", type=kind, default=default, help=text, metavar="", **extra)
     return p
@@ -437,6 +599,11 @@ def read_yaml(path: str) -> dict:
     return loaded or {}
 
 
+def given(key: str, argv: list[str]) -> bool:
+    """Is a flag on the command line?"""
+    return any(a == f"--{key}" or a.startswith(f"--{key}=") for a in argv)
+
+
 def parse(argv: list[str] | None = None, world_size: int = 1, training: bool = True) -> Config:
     """Command line -> checked Config. Errors: exit code 2 and one line.
 
@@ -461,7 +628,7 @@ def parse(argv: list[str] | None = None, world_size: int = 1, training: bool = T
             if key not in Config.__dataclass_fields__:
                 p.unknown(str(key))
             values = value if isinstance(value, list) else [value]
-            many = Config.__dataclass_fields__[key].type in (list[str], list[int])
+            many = Config.__dataclass_fields__[key].type in (list[str], list[int], list[float])
             if (
                 value is None
                 or None in values
@@ -470,8 +637,12 @@ def parse(argv: list[str] | None = None, world_size: int = 1, training: bool = T
             ):
                 p.error(f"key {key!r} needs a plain value, not {value!r}")
             flags += [f"--{key}={v}" for v in values] if len(values) == 1 else [f"--{key}", *map(str, values)]
+        chosen = METHODS.get(first.method if given("method", argv) else vars(p.parse_args(flags))["method"])
+        p.set_defaults(**(chosen.options if chosen else {}))
         p.set_defaults(**vars(p.parse_args(flags)))
         p.source = ""
+    elif first.method in METHODS:
+        p.set_defaults(**METHODS[first.method].options)
     return check(Config(**vars(p.parse_args(argv))), world_size, training)
 
 

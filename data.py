@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from config import Config, fail
+from config import LISTS, Config, answer_of, fail
 
 
 @dataclass
@@ -36,6 +36,8 @@ class Example:
     gold       item -> utility > 0; the items to find, best first
     demo       a demonstrated completion for SFT, "" where there is none
     history    items of the user's past, oldest first (for baselines)
+    responders what each of several people named, item -> utility; gold is their union. Empty: gold is one person's
+    seen       items that the request names: they must not be recommended
     """
 
     id: str
@@ -44,6 +46,8 @@ class Example:
     gold: dict[str, float]
     demo: str = ""
     history: list[str] = field(default_factory=list)
+    responders: list[dict[str, float]] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -63,19 +67,35 @@ class Split:
 TEMPLATES = {
     ("terse", "recommend"): "History:\n{history}\n{pool}",
     ("terse", "retrieve"): "{question}\n{pool}",
-    ("instruct", "recommend"): (
-        "A user liked these titles, oldest first:\n{history}\n\n{pool}\n"
-        "First choose the {n} titles that the user will most likely want next. Write them between {tags[0]} and "
-        "{tags[1]}, one per line. Then put the best {k} of your choice in order, best first, between {tags[2]} and "
-        "{tags[3]}, one per line. {form} Write nothing else."
-    ),
-    ("instruct", "retrieve"): (
-        "Question: {question}\n\n{pool}\n"
-        "First choose up to {n} passages that are needed to answer the question. Write them between {tags[0]} and "
-        "{tags[1]}, one per line. Then put the best {k} of your choice in order, best first, between {tags[2]} and "
-        "{tags[3]}, one per line. {form} Do not answer the question itself."
-    ),
+    ("terse", "request"): "{request}\n",
+    (
+        "instruct",
+        "recommend",
+    ): "A user liked these titles, oldest first:\n{history}\n\n{pool}\n{task} Write nothing else.",
+    ("instruct", "retrieve"): "Question: {question}\n\n{pool}\n{task} Do not answer the question itself.",
+    (
+        "instruct",
+        "request",
+    ): "A user writes:\n{request}\n\n{task} Leave out the titles that the user names. Write nothing else.",
 }
+TASKS = {  # what the instruct prompts ask for: form of the answer, task
+    ("phases", "recommend"): "First choose the {n} titles that the user will most likely want next. {where}",
+    ("phases", "retrieve"): "First choose up to {n} passages that are needed to answer the question. {where}",
+    (
+        "list",
+        "recommend",
+    ): "Write the {n} titles that the user will most likely want next, best first, one per line. {form}",
+    (
+        "list",
+        "retrieve",
+    ): "Write up to {n} passages that are needed to answer the question, best first, one per line. {form}",
+    ("list", "request"): "Recommend {n} titles, best first, one per line, each as: title (year).",
+}
+WHERE = (
+    "Write them between {slate[0]} and {slate[1]}, one per line. Then put the best {k} of your choice in order, best "
+    "first, between {rank[0]} and {rank[1]}, one per line. {form}"
+)
+PLAN = " {when}, write one short line about what to look for between {tags[0]} and {tags[1]}."
 
 
 def label(cfg: Config, candidates: list[str], item: str) -> str:
@@ -83,8 +103,25 @@ def label(cfg: Config, candidates: list[str], item: str) -> str:
     return f"#{candidates.index(item) + 1}" if cfg.item_form == "index" else item
 
 
+def marks(cfg: Config) -> list[tuple[str, tuple[str, str]]]:
+    """(name, (open tag, close tag)) of every phase, in order."""
+    return list(zip(cfg.phases, zip(cfg.tags[::2], cfg.tags[1::2])))
+
+
+def instruction(cfg: Config, task: str) -> str:
+    """What an instruct prompt asks for, in the words of the form of the answer."""
+    tags, now, plans = dict(marks(cfg)), "Before that", ""
+    for name, pair in marks(cfg):
+        if name == "plan":
+            plans += PLAN.format(when=now, tags=pair)
+        now = {"slate": "Between the two", "rank": "At the end"}.get(name, now)
+    form = "Name each by its number, such as #3." if cfg.item_form == "index" else "Copy each title exactly."
+    where = WHERE.format(slate=tags["slate"], rank=tags["rank"], k=cfg.rank_size, form=form) + plans
+    return TASKS[answer_of(cfg), task].format(n=cfg.slate_size, where=where, form=form)
+
+
 def write_prompt(cfg: Config, task: str, candidates: list[str], texts: dict[str, str] | None = None, **parts) -> str:
-    """The user's words. texts: item -> passage shown after its title; parts: history (list) or question."""
+    """The user's words. texts: item -> passage shown after its title; parts: history (list), question or request."""
     pool = ""
     if cfg.show_pool:
         lines = [f"{label(cfg, candidates, c)} {c}" if cfg.item_form == "index" else c for c in candidates]
@@ -92,21 +129,25 @@ def write_prompt(cfg: Config, task: str, candidates: list[str], texts: dict[str,
             lines = [f"{line}: {texts[c]}" for line, c in zip(lines, candidates)]
         pool = "Pool:\n" + "\n".join(lines) + "\n"
     parts["history"] = "\n".join(parts.get("history", []))
-    form = "Name each by its number, such as #3." if cfg.item_form == "index" else "Copy each title exactly."
-    return TEMPLATES[cfg.template, task].format(
-        pool=pool, n=cfg.slate_size, k=cfg.rank_size, tags=cfg.tags, form=form, **parts
-    )
+    asked = instruction(cfg, task) if cfg.template == "instruct" else ""
+    return TEMPLATES[cfg.template, task].format(pool=pool, task=asked, **parts)
 
 
-def write_demo(cfg: Config, candidates: list[str], slate: list[str], ranking: list[str]) -> str:
-    """The completion that shows slate and ranking, an entry per line."""
-    a, b, c, d = cfg.tags
-    names = [label(cfg, candidates, i) for i in slate]
-    order = [str(slate.index(i) + 1) if cfg.rank_form == "position" else label(cfg, candidates, i) for i in ranking]
-    return "\n".join([a, *names, b, c, *order, d])
+def write_demo(cfg: Config, candidates: list[str], slate: list[str], ranking: list[str], plan="") -> str:
+    """The completion that shows slate and ranking, an entry per line; plan: the line of a plan phase.
+
+    List: the ranking, then the rest of the slate; each line ends in a line break, so that a title is the same tokens in
+    the last line as in the others.
+    """
+    names = {i: label(cfg, candidates, i) for i in slate}
+    if answer_of(cfg) == "list":
+        return "".join(f"{names[i]}\n" for i in [*ranking, *(i for i in slate if i not in ranking)])
+    order = [str(slate.index(i) + 1) if cfg.rank_form == "position" else names[i] for i in ranking]
+    content = {"slate": list(names.values()), "rank": order, "plan": [plan]}
+    return "\n".join(line for name, (a, b) in marks(cfg) for line in (a, *content[name], b))
 
 
-def demonstrate(cfg: Config, candidates: list[str], gold: dict[str, float], rng) -> str:
+def demonstrate(cfg: Config, candidates: list[str], gold: dict[str, float], rng, plan="") -> str:
     """SFT target for a pool: gold plus random pool negatives up to slate_size; ranking gold first (by utility)."""
     best = sorted(gold, key=gold.get, reverse=True)
     rest = [c for c in candidates if c not in gold]
@@ -117,7 +158,16 @@ def demonstrate(cfg: Config, candidates: list[str], gold: dict[str, float], rng)
     elif cfg.demo_order == "pool":
         slate.sort(key=candidates.index)
     ranking = [i for i in best if i in slate] + [i for i in slate if i not in gold]
-    return write_demo(cfg, candidates, slate, ranking[: cfg.rank_size])
+    return write_demo(cfg, candidates, slate, ranking[: cfg.rank_size], plan)
+
+
+def contrast(cfg: Config, example: Example) -> tuple[list[str], list[str]]:
+    """Good and bad answers of a request for preference methods: demonstrations that hold all gold, and such as would be
+    written if nothing but the other candidates were known. The same at every step."""
+    rng = example_rng(cfg, f"{example.id}/contrast")
+    others = [c for c in example.candidates if c not in example.gold]
+    good = [demonstrate(cfg, example.candidates, example.gold, rng) for _ in range(cfg.good_answers)]
+    return good, [demonstrate(cfg, others, {}, rng) for _ in range(cfg.bad_answers)]
 
 
 def stable_hash(text: str) -> int:
@@ -187,7 +237,7 @@ def load_world(cfg: Config, split: str) -> Split:
             extra = rng.permutation(len(others))[: max(0, cfg.pool_size - len(gold))]
             candidates = [*gold, *(others[i] for i in extra)]
             candidates = [candidates[i] for i in rng.permutation(len(candidates))]
-            demo = demonstrate(cfg, candidates, gold, rng)
+            demo = demonstrate(cfg, candidates, gold, rng, history[-1])
         else:
             n = min(cfg.slate_size, cfg.world_items)
             off = int(rng.integers(-cfg.world_slack, cfg.world_slack + 1))
@@ -196,13 +246,96 @@ def load_world(cfg: Config, split: str) -> Split:
                 slate = [slate[i] for i in rng.permutation(n)]
             k = min(cfg.rank_size, n)
             first = int(rng.integers(0, n - k + 1)) if cfg.world_slack else 0
-            demo = write_demo(cfg, candidates, slate, slate[first : first + k])
+            demo = write_demo(cfg, candidates, slate, slate[first : first + k], history[-1])
         prompt = write_prompt(cfg, "recommend", candidates, history=history)
         examples.append(Example(f"{split}-{len(examples)}", prompt, candidates, gold, demo, history))
     popularity = {}
     for e in examples if split == "train" else load_world(cfg, "train").examples:
         for title in e.gold:
             popularity[title] = popularity.get(title, 0) + 1
+    return Split(examples, {}, popularity, catalog)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Built-in requests: a mood and titles like it, several people answer
+
+
+MOODS = (
+    "bleak breezy cerebral cosy dreamlike eerie epic gritty heartfelt jolly melancholy moody nostalgic playful quirky "
+    "romantic rousing satirical suspenseful tender thrilling uplifting whimsical wistful"
+).split()
+WAYS = ("Something {mood}, please. I liked", "In the mood for a {mood} film like", "Any {mood} ones for a fan of")
+STRAY = 0.2  # share of a demonstration's titles that are of another theme
+
+
+def requests_catalog(cfg: Config) -> list[list[str]]:
+    """Titles with years of the built-in requests, themes x items, best first; a title says nothing of its theme."""
+    size = cfg.requests_themes * cfg.requests_items
+    titles = [f"{a} {n}" for a in ADJECTIVES for n in NOUNS]
+    if cfg.requests_themes > len(MOODS) or size > len(titles):
+        fail(f"--requests_themes {cfg.requests_themes} --requests_items {cfg.requests_items}: there are words for "
+             f"{len(MOODS)} themes and {len(titles)} titles")  # fmt: skip
+    rng = np.random.default_rng([cfg.data_seed, 4])
+    picked, years = rng.permutation(len(titles))[:size], rng.integers(1950, 2025, size)
+    dated = [f"{titles[i]} ({year})" for i, year in zip(picked, years)]
+    return [dated[i : i + cfg.requests_items] for i in range(0, size, cfg.requests_items)]
+
+
+def responder(cfg: Config, best_first: list[str], rng) -> dict[str, float]:
+    """What one person names of a theme's unseen titles: the best ones, each with chance disagreement any other instead."""
+    left, out = list(best_first), {}
+    while left and len(out) < cfg.requests_named:
+        any_of = rng.random() < cfg.requests_disagreement
+        out[left.pop(int(rng.integers(len(left))) if any_of else 0)] = 1.0
+    return out
+
+
+def load_requests(cfg: Config, split: str) -> Split:
+    """Synthetic conversational recommendation with several answers per request, for lists of slate_size titles.
+
+    A request names a mood, which is a theme, and two titles of it (seen, not to be recommended). 1 to
+    requests_responders people answer; gold: every title that one of them named, with the number of those who did. The
+    catalog lives in the weights; every prompt is without a pool.
+    Demonstrations come from a careless teacher: the theme's unseen titles in their order, but from any of them on and
+    around, with titles of other themes among them. So SFT teaches form and themes, and leaves the best titles, their
+    order and the avoidance of strays for reinforcement to find. A request (mood, titles) belongs to one split, by hash.
+    """
+    themes = requests_catalog(cfg)
+    catalog = [title for theme in themes for title in theme]
+    rng = np.random.default_rng([cfg.data_seed, 5, ("train", "valid", "test").index(split)])
+    share = {"train": range(0, 8), "valid": range(8, 9), "test": range(9, 10)}[split]
+    wanted = cfg.requests_examples if split == "train" else max(1, cfg.requests_examples // 8)
+    examples, people, asked, tries = [], Counter(), 0, 0
+    while asked < wanted:
+        tries += 1
+        if tries > 200 * wanted + 10_000:
+            fail(f"--data requests has too few different requests for a {split} split: raise --requests_themes or "
+                 f"--requests_items (reached {asked} of {wanted})")  # fmt: skip
+        t = int(rng.integers(cfg.requests_themes))
+        seen = [themes[t][i] for i in rng.permutation(cfg.requests_items)[:2]]
+        request = "\n".join([WAYS[rng.integers(len(WAYS))].format(mood=MOODS[t]), *seen])
+        if stable_hash("\n".join([MOODS[t], *sorted(seen)])) % 10 not in share:
+            continue
+        unseen = [title for title in themes[t] if title not in seen]
+        responders = [responder(cfg, unseen, rng) for _ in range(rng.integers(1, cfg.requests_responders + 1))]
+        others = [title for title in catalog if title not in themes[t]]
+        start, n = int(rng.integers(len(unseen))), min(cfg.slate_size, len(unseen))
+        strays = [str(others[i]) for i in rng.permutation(len(others))[:n]]
+        shown = [strays[j] if rng.random() < STRAY else unseen[(start + j) % len(unseen)] for j in range(n)]
+        demo = write_demo(cfg, catalog, shown, shown)
+        prompt = write_prompt(cfg, "request", [], request=request)
+        id = f"{split}-{asked}"
+        asked += 1
+        named = Counter(title for r in responders for title in r)
+        people.update(named)
+        if split == "train" and cfg.draw == "row":
+            examples += [
+                Example(f"{id}/{i}", prompt, catalog, r, demo, seen, [r], seen) for i, r in enumerate(responders)
+            ]
+        else:
+            gold = {title: float(c) for title, c in named.most_common()}
+            examples.append(Example(id, prompt, catalog, gold, demo, seen, responders, seen))
+    popularity = dict(people) if split == "train" else load_requests(cfg, "train").popularity
     return Split(examples, {}, popularity, catalog)
 
 
@@ -448,7 +581,7 @@ def next_item(cfg: Config, split: str, events, named) -> Split:
         pool = [target, *(names[i] for i in draw_outside(rng, weight_sum, taken, min(cfg.pool_size - 1, free)))]
         rng.shuffle(pool)
         gold = {target: 1.0}
-        demo = demonstrate(cfg, pool, gold, rng)
+        demo = demonstrate(cfg, pool, gold, rng, history[-1])
         prompt = write_prompt(cfg, "recommend", pool, history=history)
         examples.append(Example(id, prompt, pool if cfg.show_pool else catalog, gold, demo, history))
     return Split(examples, +dropped, {names[i]: int(count[i]) for i in np.flatnonzero(count)}, catalog)
@@ -577,7 +710,7 @@ def retrieve(cfg: Config, split: str, parse: Callable[[dict], Question], folders
         texts = {name: pool[i][1] for name, i in zip(names, shuffled)}
         gold = {name: 1.0 for name, i in zip(names, shuffled) if i < len(q.gold)}
         prompt = write_prompt(cfg, "retrieve", names, texts, question=q.question)
-        examples.append(Example(q.id, prompt, names, gold, demonstrate(cfg, names, gold, rng)))
+        examples.append(Example(q.id, prompt, names, gold, demonstrate(cfg, names, gold, rng, q.question)))
     return Split(examples, +dropped)
 
 
@@ -642,6 +775,9 @@ class Dataset:
 
 DATASETS = {
     "world": Dataset(load_world, "synthetic next-item recommendation, difficulty is a setting"),
+    "requests": Dataset(
+        load_requests, "synthetic requests in words, several people answer; answers are lists of titles"
+    ),
     "movielens": Dataset(
         load_movielens,
         "next movie of a user: MovieLens latest-small, 100K, 1M, 20M, 25M or 32M",
@@ -751,9 +887,11 @@ def main(argv: list[str]) -> None:
                  for w in e.prompt.split("\n")]  # fmt: skip
         print("\n".join([f"\n--- {e.id}, prompt of {len(ids)} tokens", *words]))
         print("tokens:", " ".join(repr(tokenizer.decode([i])) for i in ids[:60]), "..." if len(ids) > 60 else "")
-        if not cfg.show_pool:
+        if not cfg.show_pool or cfg.data in LISTS:
             print(f"catalog: {len(e.candidates)} titles, such as", " | ".join(e.candidates[:10]))
         print("gold:", ", ".join(f"{item} ({utility:g})" for item, utility in e.gold.items()))
+        for i, named in enumerate(e.responders, 1):
+            print(f"responder {i}:", ", ".join(named))
         if e.demo:
             print(f"demonstration:\n{e.demo}")
 

@@ -21,7 +21,7 @@ from tqdm import tqdm
 import data
 import model as lm
 import rewards
-from config import Config, dump, fail, parse
+from config import Config, answer_of, dump, fail, parse
 from rollout import Rollout, rollout
 from run import lines_of, write
 
@@ -53,6 +53,54 @@ def mean_by_request(values: list[float], request: list) -> tuple[float, float]:
     for v, r in zip(values, request):
         per.setdefault(r, []).append(v)
     return (float(np.mean(values)), float(np.mean([np.mean(v) for v in per.values()]))) if values else (0.0, 0.0)
+
+
+def hit_metrics(hits: list[int], gold: int, ks: list[int]) -> dict[str, float]:
+    """Recall, NDCG and hit at each k, and MRR, from the hits per position of a list (positions stay as they are).
+
+    gold: how many items there are to find. Ideal of NDCG: min(k, gold) places.
+    """
+    first = next((i for i, h in enumerate(hits, 1) if h), 0)
+    out = {"mrr": 1 / first if first else 0.0}
+    for k in ks:
+        dcg, ideal = (rewards.causal_returns(x, k, "log")[0] for x in (hits, [1.0] * gold))
+        found = sum(hits[:k])
+        out |= {f"recall@{k}": found / gold if gold else 0.0, f"ndcg@{k}": dcg / ideal if ideal else 0.0, f"hit@{k}": float(found > 0)}  # fmt: skip
+    return out
+
+
+def list_variants(recs: list, gold: list, catalog, seen, k: int) -> dict[str, dict[str, float]]:
+    """Recall and NDCG of a list under three ways to treat inadmissible items: outside the catalog, or title seen.
+
+    recs, gold, catalog: (title, year). filter_then_cut: drop them, later items move up (the released Rank-GRPO code);
+    cut_then_filter: cut at k first, then drop them; positional: they keep their places as misses, as in training.
+    Hits: every gold entry marks the first item with the same title (exact) and a year at most 2 away. ndcg_list_ideal:
+    the ideal also ends with the list (the released code; flatters short lists).
+    """
+
+    def admitted(item) -> bool:
+        return item in catalog and item[0] not in seen
+
+    def scores(items: list) -> dict[str, float]:
+        hits = [0] * len(items)
+        for title, year in gold:
+            at = next((i for i, x in enumerate(items) if x and x[0] == title and abs(x[1] - year) <= 2), None)
+            if at is not None:
+                hits[at] = 1
+        m, short = (hit_metrics(hits, n, [k]) for n in (len(gold), min(len(gold), len(items))))
+        return {"recall": m[f"recall@{k}"], "ndcg": m[f"ndcg@{k}"], "ndcg_list_ideal": short[f"ndcg@{k}"]}
+
+    return {
+        "filter_then_cut": scores([x for x in recs if admitted(x)]),
+        "cut_then_filter": scores([x for x in recs[:k] if admitted(x)]),
+        "positional": scores([x if admitted(x) else None for x in recs]),
+    }
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that k of n samples, c of them correct, hold a correct one: 1 - C(n-c, k) / C(n, k), as a stable product
+    (Chen et al. 2021, 2107.03374)."""
+    return 1.0 if n - c < k else 1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -119,8 +167,25 @@ def open_policy(cfg: Config, split: data.Split, device: torch.device) -> Policy:
     )
 
 
+def list_metrics(example, ranks: list, cfg: Config, mean_people: float) -> dict[str, float]:
+    """Metrics of a list, averaged over the request's responders. ranks: its items by position, None = cannot be a hit.
+
+    row_recall@k: the same weighted by n_x / mean n_x, so that its mean over requests is the mean over all (request,
+    responder) rows. mean_people: responders per request of the examples evaluated.
+    """
+    people = example.responders or [example.gold]
+    every = [hit_metrics(hits, len(named), cfg.eval_k)
+             for hits, named in zip(rewards.drawn(ranks, people, cfg.year_tolerance), people)]  # fmt: skip
+    out = {k: float(np.mean([m[k] for m in every])) for k in every[0]}
+    return out | {f"row_recall@{k}": out[f"recall@{k}"] * len(people) / mean_people for k in cfg.eval_k}
+
+
+def people_per_request(examples: list) -> float:
+    return float(np.mean([len(e.responders) or 1 for e in examples]))
+
+
 def metrics_of(example, slate: list[str], ranking: list[str], cfg: Config) -> dict[str, float]:
-    """Metrics of one answer; a malformed one has empty lists and scores 0."""
+    """Metrics of one answer of phases; a malformed one has empty lists and scores 0."""
     s = rewards.slate_scores(slate, example.gold)
     return {**ranking_metrics(ranking, example.gold, cfg.eval_k, cfg.ndcg_gain),
             "slate_recall": s["recall"], "slate_precision": s["precision"]}  # fmt: skip
@@ -128,16 +193,25 @@ def metrics_of(example, slate: list[str], ranking: list[str], cfg: Config) -> di
 
 def evaluate(policy: Policy, examples: list, prompts: list[list[int]], cfg: Config, progress=False) -> list[dict]:
     """One completion per example -> a row per example, in their order. Examples are shared over ranks (F47)."""
+    listed = answer_of(cfg) == "list"
+    people, columns = people_per_request(examples), ["invalid", "duplicates", "out_of_pool", "length", "finished"]
+    if listed:
+        columns = ["invalid", "unparsable", "out_of_catalog", "duplicates", "lines", "length", "finished"]
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     mine, rows = list(range(rank, len(examples), world)), {}
     chunks = [mine[i : i + 256] for i in range(0, len(mine), 256)]
     for at in tqdm(chunks, "evaluate", disable=not progress, leave=False):
         roll = policy.rollout([prompts[i] for i in at], 1, cfg.eval_temperature, [(cfg.seed, 0, i) for i in at], cfg)
-        scored = rewards.score(roll, [examples[i] for i in at], policy.pieces, cfg, "phase")
+        scored = rewards.score(roll, [examples[i] for i in at], policy.pieces, cfg, "sequence" if listed else "phase")
         for j, i in enumerate(at):
-            extra = {k: scored.parts[k][j] for k in ("invalid", "duplicates", "out_of_pool", "length", "finished")}
-            rows[i] = {"id": examples[i].id, "gold": examples[i].gold, "text": scored.texts[j], "ranking": scored.answers[j][1],
-                       "metrics": {**metrics_of(examples[i], *scored.answers[j], cfg), **extra}}  # fmt: skip
+            ranking = scored.answers[j][1]
+            metrics = (
+                list_metrics(examples[i], ranking, cfg, people)
+                if listed
+                else metrics_of(examples[i], *scored.answers[j], cfg)
+            )
+            rows[i] = {"id": examples[i].id, "gold": examples[i].gold, "text": scored.texts[j], "ranking": ranking,
+                       "metrics": {**metrics, **{k: scored.parts[k][j] for k in columns}}}  # fmt: skip
     if world > 1:
         parts = [None] * world
         dist.all_gather_object(parts, rows)
@@ -149,15 +223,20 @@ def baseline_rows(kind: str, split: data.Split, cfg: Config) -> list[dict]:
     """random: a seeded order of the pool; popularity: by training counts, ties by pool order. No slate: the pool is ranked."""
     if kind == "popularity" and not split.popularity:
         fail(f"--baseline popularity: {cfg.data} has no users whose choices could be counted")
-    rows = []
+    rows, people = [], people_per_request(split.examples)
     for e in split.examples:
         rng = np.random.default_rng([cfg.data_seed, data.stable_hash(e.id) >> 1])
         if kind == "random":
             ranking = [e.candidates[i] for i in rng.permutation(len(e.candidates))]
         else:
             ranking = sorted(e.candidates, key=lambda c: -split.popularity.get(c, 0))
-        metrics = metrics_of(e, ranking[: cfg.slate_size], ranking[: cfg.rank_size], cfg)
-        rows.append({"id": e.id, "gold": e.gold, "ranking": ranking[: cfg.rank_size], "metrics": metrics})
+        if answer_of(cfg) == "list":
+            ranking = [c for c in ranking if c not in e.seen][: cfg.slate_size]
+            metrics = list_metrics(e, ranking, cfg, people)
+        else:
+            slate, ranking = ranking[: cfg.slate_size], ranking[: cfg.rank_size]
+            metrics = metrics_of(e, slate, ranking, cfg)
+        rows.append({"id": e.id, "gold": e.gold, "ranking": ranking, "metrics": metrics})
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Completion -> items, scores and unit_ids, by one parser; and the reward functions.
+"""Completion -> items, scores and unit_ids, by one parser per form of answer; and the reward functions.
 
     <SLATE>           A completion has two phases: a slate, whose order does not matter, and a ranking of it.
     Heat (1995)       The parser reads the text once: its spans say which tokens belong to which phase, its items say
@@ -9,16 +9,29 @@
     Heat (1995)
     </RANK>
 
+More phases are more pairs of tags (--phases, --tags). The other form is a list: an item a line, best first, no tags; there
+line k is a unit (Rank-GRPO, arXiv 2510.20150; ReMaRk, arXiv 2610.17771).
+
 Left out: models, tensors beyond unit_ids. Sources: factorized GRPO, arXiv 2605.12995 (the original tags and syntax are not
 published: the syntax here is ours).
 """
 
+import functools
 import math
 import re
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+
+from config import answer_of
+
+PHASES = {  # name -> reward of the phase, from R_slate, R_rank and lambda
+    "slate": lambda slate, rank, lam: slate,
+    "rank": lambda slate, rank, lam: rank,
+    "plan": lambda slate, rank, lam: slate + lam * rank,  # free text, credited with what it leads to
+}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Text -> items
@@ -27,8 +40,9 @@ from torch import Tensor
 @dataclass
 class Parsed:
     """What a completion says. error: None, or the first of missing:TAG, repeated:TAG, order, empty_slate, empty_rank,
-    bad_rank. Spans are character offsets [start, end) of the text between the tags, None unless all four tags are there
-    once and in order. rank_indices point into items_unique."""
+    bad_rank. Spans are character offsets [start, end) of the text between the tags, None unless all tags are there once
+    and in order; spans: of every phase, in order. rank_indices point into items_unique. broken: the phases (from 0) that
+    are to blame for an error."""
 
     error: str | None = None
     items: list[str] = field(default_factory=list)
@@ -40,6 +54,8 @@ class Parsed:
     slate_valid: bool = False
     slate_span: tuple[int, int] | None = None
     rank_span: tuple[int, int] | None = None
+    spans: list[tuple[int, int] | None] = field(default_factory=list)
+    broken: set[int] = field(default_factory=set)
 
     @property
     def valid(self) -> bool:
@@ -82,11 +98,11 @@ def entries(section: str, arrows=False, known=()) -> list[str]:
     return [line.strip() for line in lines if line.strip("-*• \t\r\n\f\v")]
 
 
-def parse(text: str, tags: list[str], strict=False, known=()) -> Parsed:
-    """Read a two-phase completion; never raises. tags: slate open, slate close, rank open, rank close (exact strings).
+def parse(text: str, tags: list[str], strict=False, known=(), phases=("slate", "rank")) -> Parsed:
+    """Read a completion of phases; never raises. tags: open and close of each phase, in order (exact strings).
 
     strict: a ranking with an entry outside the slate, or one twice, is malformed (bad_rank); else the entry is skipped.
-    known: identities of the pool's items.
+    known: identities of the pool's items. phases: what the pairs of tags hold (rows of PHASES).
     """
     out = Parsed()
     count = [text.count(t) for t in tags]
@@ -95,24 +111,31 @@ def parse(text: str, tags: list[str], strict=False, known=()) -> Parsed:
     repeated = next((f"repeated:{t}" for t, n in zip(tags, count) if n > 1), None)
     ordered = not missing and not repeated and at == sorted(at)
     out.error = missing or repeated or (None if ordered else "order")
-    if count[:2] == [1, 1] and at[0] < at[1]:
-        start, end = at[0] + len(tags[0]), at[1]
-        if not any(t in text[start:end] for t in tags[2:]):
-            out.items = [item for e in entries(text[start:end], known=known) if (item := clean(e))]
+    own: list[tuple[int, int] | None] = []  # text between a phase's tags, if these two are there once and hold no other
+    for u in range(len(phases)):
+        start, end = at[2 * u] + len(tags[2 * u]), at[2 * u + 1]
+        alone = count[2 * u : 2 * u + 2] == [1, 1] and at[2 * u] < end
+        own.append((start, end) if alone and not any(t in text[start:end] for t in tags) else None)
+        if own[u] is None or any(at[2 * u] < close for close in at[1 : 2 * u : 2]):
+            out.broken.add(u)
+    s, r = phases.index("slate"), phases.index("rank")
+    if own[s]:
+        out.items = [item for e in entries(text[slice(*own[s])], known=known) if (item := clean(e))]
     out.slate_valid = bool(out.items)
     place: dict[str, int] = {}  # identity -> index into items_unique
     for item in out.items:
         if identity(item) not in place:
             place[identity(item)] = len(out.items_unique)
             out.items_unique.append(item)
-    if not ordered:
-        return out
-    out.slate_span = (at[0] + len(tags[0]), at[1])
-    out.rank_span = (at[2] + len(tags[2]), at[3])
+    out.spans = own if ordered else [None] * len(phases)
+    out.slate_span, out.rank_span = out.spans[s], out.spans[r]
     if not out.items:
-        out.error = "empty_slate"
+        out.error = out.error or "empty_slate"
+        out.broken |= {s, r}
+    if not out.items or not own[r] or own[r] < own[s]:
+        out.broken.add(r)
         return out
-    raw = entries(text[slice(*out.rank_span)], arrows=True, known=known)
+    raw = entries(text[slice(*own[r])], arrows=True, known=known)
     numbers = [NUMBER.fullmatch(e) for e in raw]
     by_place = all(numbers)  # every entry a bare number: 1-based positions in the slate
     for e, number in zip(raw, numbers):
@@ -130,10 +153,10 @@ def parse(text: str, tags: list[str], strict=False, known=()) -> Parsed:
         else:
             out.rank_indices.append(found)
     out.ranking = [out.items_unique[i] for i in out.rank_indices]
-    if not out.ranking:
-        out.error = "empty_rank"
-    elif strict and (out.unknown or out.duplicate_ranks):
-        out.error = "bad_rank"
+    wrong = "empty_rank" if not out.ranking else "bad_rank" if strict and (out.unknown or out.duplicate_ranks) else None
+    if wrong:
+        out.error = out.error or wrong
+        out.broken.add(r)
     return out
 
 
@@ -193,21 +216,52 @@ def phase_units(pieces: list[bytes], text: str, spans: list[tuple[int, int] | No
 
 
 def halves(pieces: list[bytes], tags: list[str]) -> list[int]:
-    """Unit of every token, delimiters and stop token included: 1 up to the end of the first slate close, then 2."""
-    close, units, seen = tags[1].encode(), [], b""
+    """Unit of every token, delimiters and stop token included: the first phase whose close tag has not been seen yet, or
+    the last. Two phases: 1 up to the end of the first slate close, then 2."""
+    closes, unit, units, seen = [t.encode() for t in tags[1::2]], 1, [], b""
     for piece in pieces:
-        units.append(2 if close in seen else 1)
+        while unit < len(closes) and closes[unit - 1] in seen:
+            unit += 1
+        units.append(unit)
         seen += piece
     return units
 
 
 def line_units(pieces: list[bytes]) -> list[int]:
-    """Line of every token, from 0: a token belongs to the line open where it starts; its own line feeds count after it."""
+    """Line of every token, from 0: a token belongs to the line open where it starts; its own line feeds count after it.
+
+    The rule of the released Rank-GRPO code, for comparison. rank_units below is the one in use.
+    """
     units, line = [], 0
     for piece in pieces:
         units.append(line)
         line += piece.count(b"\n")
     return units
+
+
+def rank_units(pieces: list[bytes], n: int) -> tuple[list[int], list[str]]:
+    """List of up to n ranks -> unit of every token (1..n, n + 1 for all behind rank n) and the lines, one per rank.
+
+    Non-empty lines take ranks in order; a blank line belongs to the line before (the first, if there is none); a token
+    belongs to the line open where it starts; a line break belongs to the line it ends (ReMaRk). So the stop token behind
+    the line break of rank n belongs to rank n. The released code makes it an empty line n + 1, an overflow, and takes
+    n - 1 lines with a line break for n (rank_grpo.md, D10 and D11).
+    """
+    raw = b"".join(pieces).split(b"\n")
+    lines, ranks, ends, end = [], [], [], 0
+    for line in raw:
+        if (text := join([line])).strip():
+            lines.append(text)
+        ranks.append(min(max(len(lines), 1), n + 1))
+        end += len(line) + 1
+        ends.append(end)
+    units, start, i = [], 0, 0
+    for piece in pieces:
+        while start >= ends[i]:
+            i += 1
+        units.append(ranks[i])
+        start += len(piece)
+    return units, lines
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -255,6 +309,125 @@ def ndcg(ranked: list, relevance: dict, k: int, gain="binary") -> float:
     return dcg(ranked, relevance, k, gain) / ideal if ideal else 0.0
 
 
+def debiased(gold: dict[str, float], popularity: dict[str, int], power: float) -> dict[str, float]:
+    """Utilities times (training count + 1)^-power, rescaled so that their sum stays (inverse propensity)."""
+    worth = {i: u * (popularity.get(i, 0) + 1) ** -power for i, u in gold.items()}
+    scale = sum(gold.values()) / sum(worth.values())
+    return {i: w * scale for i, w in worth.items()}
+
+
+def head_items(popularity: dict[str, int]) -> set[str]:
+    """The most popular items that together make up half of all training counts; the others are the tail."""
+    head, left = set(), sum(popularity.values()) / 2
+    for item in sorted(popularity, key=popularity.get, reverse=True):
+        if left <= 0:
+            break
+        head.add(item)
+        left -= popularity[item]
+    return head
+
+
+def beyond_quota(slate: list[str], head: set[str], size: int, quota: float) -> set[str]:
+    """Head items of the slate behind the first size * (1 - quota) of them: these places are reserved for the tail."""
+    popular = [i for i in dict.fromkeys(slate) if i in head]
+    return set(popular[math.floor(size * (1 - quota) + 1e-9) :])
+
+
+def overlong(length: int, max_length: int, cache: int) -> float:
+    """Soft punishment of length (DAPO, 2503.14476, Eq. 13): 0 up to max_length - cache, then linear to -1 at max_length."""
+    free = max_length - cache
+    return 0.0 if length <= free else -1.0 if length >= max_length else (free - length) / cache
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lists of titles
+
+
+LEAD = re.compile(r"\d+\s*[.)、\-—–]\s+")
+
+
+def bare(text: str) -> str:
+    """Text without list marks, bold marks, a leading number with its sign, and one pair of quotes around the whole."""
+    before, text = None, " ".join(text.split())
+    while text != before:
+        before, text = text, text.strip("*_-# ")
+        if m := LEAD.match(text):
+            text = text[m.end() :]
+    return text[1:-1].strip() if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
+
+
+@functools.lru_cache(100_000)
+def parse_line(line: str) -> tuple[str, int] | None:
+    """'3. **Heat** (1995), great' -> ("Heat", 1995); None without a title and four digits in parentheses behind it.
+
+    The rules of the released Rank-GRPO code (golden/title_match); they lose parts of some titles: '(500) Days'.
+    """
+    if not (m := re.match(r"(.+?)\s\(([0-9]{4})\)", bare(line))):
+        return None
+    before, title = None, m[1]
+    while title != before:
+        before, title = title, bare(re.sub(r"\([^()]*\)", "", title))
+    return (title, int(m[2])) if title else None
+
+
+def whole(year) -> int | None:
+    """A year that is an integer, or one written as text; None for anything else."""
+    if isinstance(year, str) and re.fullmatch(r"\s*-?\d+\s*", year):
+        return int(year)
+    return year if isinstance(year, int) else None
+
+
+def match(items: list, gold: list, catalog=None, seen=(), tolerance=2) -> list[int]:
+    """Hit (0/1) of every item of a list against ground truth; both hold (title, year), None for an unparsable line.
+
+    A hit: the pair is literally in catalog (None: any is), its title not literally in seen, and a gold entry not claimed
+    yet has the same title (case and white space folded) and a year at most tolerance away. Claims go in list order and
+    prefer the gold year 0, +1, -1, +2, -2, ... away. For hits without gaps, leave out the None first.
+    """
+    left = Counter((identity(title), whole(year)) for title, year in gold)
+    away = sorted(range(-tolerance, tolerance + 1), key=lambda d: (abs(d), -d))
+    hits = []
+    for item in items:
+        admitted = item is not None and (catalog is None or item in catalog) and item[0] not in seen
+        keys = ((identity(item[0]), item[1] + d) for d in away) if admitted else ()
+        claimed = next((key for key in keys if left[key] > 0), None)
+        left[claimed] -= claimed is not None
+        hits.append(int(claimed is not None))
+    return hits
+
+
+def eligible(items: list, catalog, seen=()) -> list[int]:
+    """e_k of every position (ReMaRk): not None, in the catalog, not seen, and no repeat of an earlier position."""
+    return [int(x is not None and x in catalog and x not in seen and x not in items[:k]) for k, x in enumerate(items)]
+
+
+def drawn(items: list, responders: list, tolerance=2) -> list[list[int]]:
+    """Hits per responder and position, n lists of N: has responder r named the item at k? None at k: 0.
+
+    Items and responders' items are names; those of the form "title (year)" match as such, others if they are identical.
+    """
+    pair = [x and (parse_line(x) or (x, 0)) for x in items]
+    return [match(pair, [parse_line(i) or (i, 0) for i in named], tolerance=tolerance) for named in responders]
+
+
+def consensus(c: int, n: int, a: float) -> float:
+    """Worth of an item that c of n responders named: (c/n)^a, 0 for c = 0. a = 0: union (ReMaRk), a = 1: mean."""
+    return (c / n) ** a if c else 0.0
+
+
+def causal_returns(rel: list[float], n: int, kind: str, gamma=math.inf) -> list[float]:
+    """Return of every rank 1..n over the relevance from there on (Rank-GRPO, Eq. 8 and 9); beyond rel it is 0.
+
+    log: sum over j >= k of rel_j / log2(j + 1), the first is DCG@n. exp: sum of rel_j / gamma^(j - k), inf: rel_k.
+    """
+    returns, after = [], 0.0
+    for k in range(n, 0, -1):
+        here = float(rel[k - 1]) if k <= len(rel) else 0.0
+        after = after + here / math.log2(k + 1) if kind == "log" else here + after / gamma
+        returns.append(after)
+    return returns[::-1]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Completions -> Scored
 
@@ -263,9 +436,12 @@ def ndcg(ranked: list, relevance: dict, k: int, gain="binary") -> float:
 class Scored:
     """One parse of every completion.
 
-    unit_ids (B,T) int64: 0 = not trained; sequence: 1 on all sampled tokens; phase: slate 1, ranking 2, delimiters 0
+    unit_ids (B,T) int64: 0 = not trained; sequence: 1 on all sampled tokens; phase: unit u = phase u, delimiters 0; rank:
+    unit k = line k of the list, N + 1 what comes behind line N
     reward (B,U) float64; valid (B,U) bool, False = cannot be scored (NaN reward)
-    parts: columns to log, B numbers each; texts and answers (slate, ranking): B each
+    parts: columns to log, B numbers each; texts: B
+    answers: B pairs, (slate, ranking); of a list: (items read, the N ranks with None where a rank cannot be a hit)
+    high: the largest reward of each unit, U numbers (1 for the rank N + 1, which earns nothing)
     """
 
     unit_ids: Tensor
@@ -274,6 +450,7 @@ class Scored:
     parts: dict[str, list[float]]
     texts: list[str]
     answers: list[tuple[list[str], list[str]]]
+    high: list[float] = field(default_factory=list)
 
 
 def resolve(items: list[str], example, names: dict[str, str], form: str) -> list[str]:
@@ -286,13 +463,11 @@ def resolve(items: list[str], example, names: dict[str, str], form: str) -> list
 
 
 def read(parsed: Parsed, example, names: dict[str, str], cfg) -> tuple[list[str], list[str]]:
-    """Slate (repeats kept) and final ranking as candidates; both empty where the completion is malformed.
+    """Slate (repeats kept) and final ranking as candidates, whatever could be read of them.
 
     Only the first slate_size entries are the slate and the first rank_size entries that name one of them the ranking:
     recall would otherwise be earned by writing on (with its own reward, a slate phase soon learns to).
     """
-    if not parsed.valid:
-        return [], []
     slate, ranking = (resolve(x, example, names, cfg.item_form) for x in (parsed.items, parsed.ranking))
     slate = slate[: cfg.slate_size]
     ranking = [i for i in ranking if i in slate]
@@ -310,66 +485,229 @@ def names_of(examples: list) -> dict[int, dict[str, str]]:
     return {k: {identity(clean(c)): c for c in pool} | {identity(c): c for c in pool} for k, pool in pools.items()}
 
 
-def rewards_of(slate: list[str], ranking: list[str], gold: dict[str, float], cfg) -> tuple[float, float]:
-    """(R_slate, R_rank) of a well-formed answer; NaN where there is no gold to find."""
+def rewards_of(slate, ranking, gold: dict[str, float], cfg, popularity=None, head=frozenset()) -> tuple[float, float]:
+    """(R_slate, R_rank) of a well-formed answer; NaN where there is no gold to find.
+
+    popularity: training counts, for popularity_power; head: the popular items, for tail_quota.
+    """
     if not gold:
         return math.nan, math.nan
-    ideal = gold if cfg.ndcg_ideal == "gold" else {i: u for i, u in gold.items() if i in slate}
-    return slate_scores(slate, gold)[cfg.slate_reward], ndcg(ranking, ideal, cfg.ndcg_k, cfg.ndcg_gain)
+    worth, kind, gain = gold, cfg.slate_reward, cfg.ndcg_gain
+    if cfg.popularity_power:
+        worth, kind, gain = debiased(gold, popularity or {}, cfg.popularity_power), "utility", "linear"
+    ideal = worth if cfg.ndcg_ideal == "gold" else {i: u for i, u in worth.items() if i in slate}
+    lost = beyond_quota(slate, head, cfg.slate_size, cfg.tail_quota) if head else ()
+    slate, ranking = ([("lost", i) if i in lost else i for i in x] for x in (slate, ranking))  # they keep their places
+    return slate_scores(slate, worth)[kind], ndcg(ranking, ideal, cfg.ndcg_k, gain)
 
 
 def units_of(parsed: Parsed, pieces: list[bytes], text: str, cfg, unit: str) -> list[int]:
-    """Unit of every token of a completion, by the unit of the method and the switches of the configuration."""
+    """Unit of every token of a completion of phases, by the unit of the method and the switches of the configuration."""
     if not parsed.valid and cfg.format_scope == "none":
         return [0] * len(pieces)
-    if unit == "sequence":
+    if unit != "phase":
         return [1] * len(pieces)
     if cfg.train_delimiters or not parsed.valid:
         return halves(pieces, cfg.tags)
-    return phase_units(pieces, text, [parsed.slate_span, parsed.rank_span])
+    return phase_units(pieces, text, parsed.spans)
 
 
-def score(roll, examples: list, pieces: list[bytes], cfg, unit: str) -> Scored:
+@dataclass
+class Row:
+    """A completion scored: units of its tokens, a reward per unit, the columns to log, the answer."""
+
+    units: list[int]
+    reward: list[float]
+    parts: dict[str, float]
+    answer: tuple[list, list]
+
+
+def score_phases(
+    said: list[bytes], example, known: dict[str, str], cfg, unit: str, popularity=None, head=frozenset()
+) -> Row:
+    """A completion of phases. Malformed: the penalty in place of every reward; under format_credit partial only in place
+    of those of the phases that broke."""
+    text = join(said)
+    parsed = parse(text, cfg.tags, cfg.strict_rank, known, cfg.phases)
+    slate, ranking = read(parsed, example, known, cfg)
+    some = parsed.broken if cfg.format_credit == "partial" else set(range(len(cfg.phases)))
+    failed = {cfg.phases[u] for u in some} if not parsed.valid else set()
+    both = rewards_of(slate, ranking, example.gold, cfg, popularity, head)
+    r_slate, r_rank = (cfg.format_penalty if n in failed else r for n, r in zip(("slate", "rank"), both))
+    joint = r_slate + cfg.lam * r_rank
+    reward = [cfg.format_penalty if n in failed else PHASES[n](r_slate, r_rank, cfg.lam) for n in cfg.phases]
+    if failed == {"plan"}:
+        joint += cfg.format_penalty  # or a sequence could leave its plan out for nothing
+    if not parsed.valid:
+        slate, ranking = [], []  # metrics give no partial credit
+    scores = slate_scores(slate, example.gold)
+    parts = {
+        "reward": joint, "slate_recall": scores["recall"], "slate_precision": scores["precision"],
+        "rank_ndcg": ndcg(ranking, example.gold, cfg.ndcg_k, cfg.ndcg_gain), "invalid": float(not parsed.valid),
+        "duplicates": 1 - len(set(slate)) / len(slate) if slate else 0.0,
+        "out_of_pool": sum(identity(i) not in known for i in slate) / max(1, len(slate)),
+    }  # fmt: skip
+    reward = reward if unit == "phase" else [joint]
+    return Row(units_of(parsed, said, text, cfg, unit), reward, parts, (slate, ranking))
+
+
+@dataclass
+class Catalog:
+    """Items that a list may name. dated: all are of the form "title (year)", then lines are read as such (parse_line), else
+    by identity. index: what is read from a line -> item."""
+
+    items: set[str]
+    dated: bool
+    index: dict
+
+
+def catalogs_of(examples: list) -> dict[int, Catalog]:
+    """The catalog of each example's pool; a pool shared by many examples is read once. By id(candidates)."""
+    names = names_of(examples)
+    pools = {id(e.candidates): e.candidates for e in examples}
+    out = {}
+    for k, pool in pools.items():
+        pairs = {parse_line(c): c for c in pool}
+        out[k] = Catalog(set(pool), False, names[k]) if None in pairs else Catalog(set(pool), True, pairs)
+    return out
+
+
+def named(line: str, example, catalog: Catalog, form: str) -> str | None:
+    """The item of a line; as it is written if it is not in the catalog, None if the line holds none."""
+    if catalog.dated:
+        pair = parse_line(line)
+        return pair and catalog.index.get(pair, f"{pair[0]} ({pair[1]})")
+    text = clean(line)
+    return resolve([text], example, catalog.index, form)[0] if text else None
+
+
+def title_of(item: str) -> str:
+    return (parse_line(item) or (item,))[0]
+
+
+def score_list(said: list[bytes], example, catalog: Catalog, cfg, unit: str) -> Row:
+    """A completion that is a list of N = slate_size ranks. rank: the return of each, 0 where there is no line and behind
+    rank N. sequence: DCG@N (returns log) or the sum of what the ranks are worth (exp), on every token."""
+    n = cfg.slate_size
+    units, lines = rank_units(said, n)
+    items = [named(line, example, catalog, cfg.item_form) for line in lines[:n]]
+    passed = set(map(title_of, example.seen))
+    fit = eligible(items, catalog.items, {i for i in items if i and title_of(i) in passed})
+    ranks = [i if e else None for i, e in zip(items, fit)] + [None] * (n - len(items))
+    responders = example.responders or [example.gold]
+    count = [sum(hits) for hits in zip(*drawn(ranks, responders, cfg.year_tolerance))]
+    rel = [consensus(c, len(responders), cfg.consensus) for c in count]
+    returns = causal_returns(rel, n, cfg.returns, cfg.returns_gamma)
+    total = returns[0] if cfg.returns == "log" else sum(rel)
+    if not any(responders):  # nobody named anything: cannot be scored (F51)
+        total, returns = math.nan, [math.nan] * n
+    union, read = [float(c > 0) for c in count], [i for i in items if i is not None]
+    parts = {
+        "reward": total, "hits": sum(union), "recall": sum(union) / max(1, len(set().union(*responders))),
+        "dcg": causal_returns(union, n, "log")[0], "invalid": float(not read),
+        "unparsable": 1 - len(read) / len(items) if items else 0.0,
+        "out_of_catalog": sum(i not in catalog.items for i in read) / max(1, len(read)),
+        "duplicates": 1 - len(set(read)) / len(read) if read else 0.0, "lines": float(len(lines)),
+    }  # fmt: skip
+    if unit == "rank":
+        return Row(units, [*returns, 0.0 if any(responders) else math.nan], parts, (read, ranks))
+    return Row([1] * len(units), [total], parts, (read, ranks))
+
+
+def highest(cfg, unit: str, listed: bool) -> list[float]:
+    """Largest reward of each unit, U numbers."""
+    if not listed:
+        return [PHASES[name](1.0, 1.0, cfg.lam) for name in cfg.phases] if unit == "phase" else [1.0 + cfg.lam]
+    returns = causal_returns([1.0] * cfg.slate_size, cfg.slate_size, cfg.returns, cfg.returns_gamma)
+    total = returns[0] if cfg.returns == "log" else float(cfg.slate_size)
+    return [*returns, 1.0] if unit == "rank" else [total]
+
+
+def score(
+    roll, examples: list, pieces: list[bytes], cfg, unit: str, *, popularity: dict[str, int] | None = None
+) -> Scored:
     """Parse and score every completion of a rollout; examples[roll.group[b]] is the request of row b.
 
-    sequence: R_joint = R_slate + lambda R_rank on all sampled tokens (GRPO). phase: R_slate on slate tokens, R_rank on
-    ranking tokens (F-GRPO). A malformed completion gets format_penalty in place of both rewards, on all of its tokens
-    (format_scope). Forced tokens (prefix) are read, never trained (F18).
+    sequence: one reward on all sampled tokens (GRPO): R_joint = R_slate + lambda R_rank, or that of the list; token: the
+    same (a critic spreads it). phase: R_slate on slate tokens, R_rank on ranking tokens (F-GRPO). rank: a return for each
+    line of a list (Rank-GRPO). A malformed completion of phases gets format_penalty, on all of its tokens (format_scope).
+    With overlong the punishment of length is added to every unit. Forced tokens (prefix) are read, never trained
+    (F18). popularity: training counts of items (Split.popularity), for popularity_power and tail_quota.
     """
-    names = names_of(examples)
+    listed = answer_of(cfg) == "list" or unit == "rank"
+    pools = catalogs_of(examples) if listed else names_of(examples)
+    head = head_items(popularity) if popularity and cfg.tail_quota else frozenset()
     prefix = [cfg.prefix.encode()] if cfg.prefix else []
     unit_ids, rewards, texts, answers = torch.zeros_like(roll.tokens), [], [], []
     parts: dict[str, list[float]] = {}
     group, mask = roll.group.tolist(), roll.mask.cpu()
-    for b, row in enumerate(roll.tokens.cpu()):
+    for b, tokens in enumerate(roll.tokens.cpu()):
         example = examples[group[b]]
-        known = names[id(example.candidates)]
-        said = prefix + [pieces[t] if t < len(pieces) else b"" for t in row[mask[b]].tolist()]
-        text = join(said)
-        parsed = parse(text, cfg.tags, cfg.strict_rank, known)
-        slate, ranking = read(parsed, example, known, cfg)
-        r_slate, r_rank = rewards_of(slate, ranking, example.gold, cfg) if parsed.valid else (cfg.format_penalty,) * 2
-        joint = r_slate + cfg.lam * r_rank
-        units = units_of(parsed, said, text, cfg, unit)[len(prefix) :]
+        pool = pools[id(example.candidates)]
+        said = prefix + [pieces[t] if t < len(pieces) else b"" for t in tokens[mask[b]].tolist()]
+        if listed:
+            row = score_list(said, example, pool, cfg, unit)
+        else:
+            row = score_phases(said, example, pool, cfg, unit, popularity, head)
+        units = row.units[len(prefix) :]
         unit_ids[b, : len(units)] = torch.tensor(units, dtype=torch.long)
-        rewards.append([joint] if unit == "sequence" else [r_slate, r_rank])
-        texts.append(text)
-        answers.append((slate, ranking))
-        scores = slate_scores(slate, example.gold)
+        late = (
+            overlong(len(units), cfg.max_new_tokens, round(cfg.overlong * cfg.max_new_tokens)) if cfg.overlong else 0.0
+        )
+        rewards.append([r + late for r in row.reward])
+        texts.append(join(said))
+        answers.append(row.answer)
+        total = row.parts["reward"] + late
+        scorable = not math.isnan(total)
+        row.parts["reward"] = total if scorable else 0.0
         for key, value in {
-            "reward": 0.0 if math.isnan(joint) else joint, "unscorable": float(math.isnan(joint)),
-            "slate_recall": scores["recall"], "slate_precision": scores["precision"],
-            "rank_ndcg": ndcg(ranking, example.gold, cfg.ndcg_k, cfg.ndcg_gain), "invalid": float(not parsed.valid),
-            "duplicates": 1 - len(set(slate)) / len(slate) if slate else 0.0,
-            "out_of_pool": sum(identity(i) not in known for i in slate) / max(1, len(slate)),
+            **row.parts, "unscorable": float(not scorable), "efficiency": row.parts["reward"] / max(1, len(units)),
             "length": float(len(units)), "finished": float(roll.finished[b]),
         }.items():  # fmt: skip
             parts.setdefault(key, []).append(value)
     reward = torch.tensor(rewards, dtype=torch.float64, device=roll.tokens.device)
-    return Scored(unit_ids, reward, ~reward.isnan(), parts, texts, answers)
+    return Scored(unit_ids, reward, ~reward.isnan(), parts, texts, answers, highest(cfg, unit, listed))
 
 
-def demonstrated(roll) -> Scored:
-    """Demonstrations: one unit per row, reward 1, every token (the stop token too) trained."""
-    ones = torch.ones(len(roll.group), 1, dtype=torch.float64, device=roll.tokens.device)
-    return Scored(roll.mask.long(), ones, ones.bool(), {"length": roll.mask.sum(1).double().tolist()}, [], [])
+def demonstrated(roll, pieces: list[bytes] | None = None, cfg=None, unit="sequence") -> Scored:
+    """Demonstrations: reward 1, every token (the stop token too) trained. One unit per row; phase: the phases, each with
+    its delimiters; rank: the lines."""
+    unit_ids, units = roll.mask.long(), 1
+    if unit in ("phase", "rank"):
+        units = len(cfg.phases) if unit == "phase" else cfg.slate_size + 1
+        for b, tokens in enumerate(roll.tokens.cpu()):
+            said = [pieces[t] for t in tokens[roll.mask[b].cpu()].tolist()]
+            ids = halves(said, cfg.tags) if unit == "phase" else rank_units(said, cfg.slate_size)[0]
+            unit_ids[b, : len(ids)] = torch.tensor(ids, dtype=torch.long)
+    ones = torch.ones(len(roll.group), units, dtype=torch.float64, device=roll.tokens.device)
+    return Scored(unit_ids, ones, ones.bool(), {"length": roll.mask.sum(1).double().tolist()}, [], [], [1.0] * units)
+
+
+def contrasted(roll, scored: Scored, joint: Tensor, positives: int, negatives: int) -> Scored:
+    """The best `positives` and the worst `negatives` samples of each group by joint reward (B,) as good (reward 1) and bad
+    (0) answers; the others, and groups whose best is no better than their worst, are left out."""
+    valid = torch.zeros(len(joint), 1, dtype=torch.bool, device=joint.device)
+    reward = torch.zeros(len(joint), 1, dtype=torch.float64, device=joint.device)
+    for g in roll.group.unique():
+        rows = (roll.group == g).nonzero()[:, 0]
+        rows = rows[torch.argsort(-joint[rows], stable=True)]
+        good, bad = rows[:positives], rows[positives:][-negatives:]
+        if len(bad) and joint[good].min() > joint[bad].max():
+            valid[good], valid[bad], reward[good] = True, True, 1.0
+    return replace(scored, unit_ids=roll.mask.long(), reward=reward, valid=valid, high=[1.0])
+
+
+def pick(scored: Scored, rows: Tensor) -> Scored:
+    """The rows (B,) bool of scores."""
+    at = rows.nonzero()[:, 0].tolist()
+    parts = {k: [v[i] for i in at] for k, v in scored.parts.items()}
+    return replace(scored, unit_ids=scored.unit_ids[rows], reward=scored.reward[rows], valid=scored.valid[rows], parts=parts,
+                   texts=[scored.texts[i] for i in at], answers=[scored.answers[i] for i in at])  # fmt: skip
+
+
+def concat(a: Scored, b: Scored) -> Scored:
+    """Scores of two rollouts joined by rollout.join."""
+    width = max(a.unit_ids.shape[1], b.unit_ids.shape[1])
+    ids = [torch.nn.functional.pad(x.unit_ids, (0, width - x.unit_ids.shape[1])) for x in (a, b)]
+    return replace(a, unit_ids=torch.cat(ids), reward=torch.cat([a.reward, b.reward]), valid=torch.cat([a.valid, b.valid]),
+                   parts={k: a.parts[k] + b.parts[k] for k in a.parts}, texts=a.texts + b.texts, answers=a.answers + b.answers)  # fmt: skip

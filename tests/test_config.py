@@ -158,8 +158,8 @@ BAD_FLAGS = {  # what is wrong -> flags, words of the message
     "negative seed": ("--seed -1", "--seed 0"),
     "infinite": ("--lr inf", "--lr"),
     "beta2 of 1": ("--adam_beta2 1", "--adam_beta2"),
-    "three tags": ("--tags a b c", "--tags four"),
-    "equal tags": ("--tags a b c a", "--tags four"),
+    "three tags": ("--tags a b c", "--tags different"),
+    "equal tags": ("--tags a b c a", "--tags different"),
     "tag in tag": ("--tags <A> </A> <A>x y", "--tags contain"),
     "rank over slate": ("--slate_size 4 --rank_size 5", "--rank_size --slate_size 4 5"),
     "slate over pool": ("--slate_size 30 --pool_size 20", "--slate_size --pool_size"),
@@ -216,7 +216,7 @@ BAD_FILES = {
     "binary": (b"\x00\x01\x02", "config"),
     "bad choice": ("method: ppo", "--method 'ppo'"),
     "bad value": ("group_size: 1", "--group_size 2"),
-    "tags": ("tags: [a, b, c]", "--tags four"),
+    "tags": ("tags: [a, b, c]", "--tags different"),
 }
 
 

@@ -429,11 +429,16 @@ def test_the_parser_never_raises_and_its_parts_agree():
     assert errors == {"", "missing", "repeated", "order", "empty_slate", "empty_rank", "bad_rank"}
 
 
+def rolled(*rows: list[int]) -> Rollout:
+    """Token rows of one prompt each, in the shape of a rollout."""
+    width, n = max(map(len, rows)), len(rows)
+    tokens = torch.tensor([[*r, *[0] * (width - len(r))] for r in rows])
+    mask = torch.arange(width) < torch.tensor([len(r) for r in rows])[:, None]
+    return Rollout([[3]] * n, tokens, torch.zeros(tokens.shape), mask, torch.arange(n), torch.ones(n, dtype=torch.bool))
+
+
 def test_demonstrations_are_one_unit_with_reward_1_stop_token_and_all():
     """SFT is the same loop: advantage 1 on every token."""
-    from rollout import demonstrations
-
-    roll = demonstrations([[3], [4]], [[5, 6, 1], [7, 1]], "cpu")
-    out = rewards.demonstrated(roll)
+    out = rewards.demonstrated(rolled([5, 6, 1], [7, 1]))
     assert out.unit_ids.tolist() == [[1, 1, 1], [1, 1, 0]] and out.reward.tolist() == [[1.0], [1.0]] and out.valid.all()
     assert out.parts == {"length": [3.0, 2.0]}
