@@ -198,11 +198,13 @@ def autocast(model: nn.Module, dtype: torch.dtype):
     return torch.autocast(device, dtype, enabled=dtype != torch.float32)
 
 
-def token_logp(logits: Tensor, tokens: Tensor, temperature: float, entropy=False) -> tuple[Tensor, Tensor | None]:
+def token_logp(
+    logits: Tensor, tokens: Tensor, temperature: float, entropy: bool | str = False
+) -> tuple[Tensor, Tensor | None]:
     """Log-prob of tokens (...,) under softmax(logits (...,V) / temperature), in fp32 or better, and its entropy (nats).
 
     logits[..., t, :] predict tokens[..., t]; no further shift. Half-precision log_softmax is off by up to 0.07 nats at
-    150k words (F07). Entropy carries no gradient. Temperature 0 (greedy) reads as 1.
+    150k words (F07). entropy "grad": with gradient, for a bonus; True: without. Temperature 0 (greedy) reads as 1.
     """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / (
         temperature or 1.0
@@ -211,9 +213,9 @@ def token_logp(logits: Tensor, tokens: Tensor, temperature: float, entropy=False
     logp = all_logp.gather(-1, tokens[..., None]).squeeze(-1)
     if not entropy:
         return logp, None
-    with torch.no_grad():
-        terms = all_logp.exp() * all_logp
-        return logp, -terms.masked_fill_(all_logp == -torch.inf, 0).sum(-1)
+    with torch.set_grad_enabled(entropy == "grad" and torch.is_grad_enabled()):
+        known = all_logp.masked_fill(all_logp == -torch.inf, 0)  # p log p is 0 there, and so must its gradient be
+        return logp, -(all_logp.exp() * known).sum(-1)
 
 
 def left_pad(prompts: list[list[int]], device) -> tuple[Tensor, Tensor]:
@@ -231,27 +233,58 @@ def positions(mask: Tensor) -> Tensor:
 
 def completion_logp(
     model: nn.Module, prompts: list[list[int]], tokens: Tensor, mask: Tensor, group: Tensor, temperature=1.0,
-    dtype=torch.float32, entropy=False,
+    dtype=torch.float32, entropy: bool | str = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Log-probs of completions, (B,T), 0 where mask is 0, and their entropies if asked.
 
     prompts: N lists of ids; tokens (B,T) padded on the right; mask (B,T) bool, real tokens; group (B,): row b continues
     prompts[group[b]]. Logits are computed for completion positions only (logits_to_keep), divided by the temperature.
     """
-    width = int(mask.sum(1).max())
-    picked, real = tokens[:, :width], mask[:, :width]
-    ids, seen = left_pad([prompts[g] for g in group.tolist()], tokens.device)
-    seen = torch.cat([seen, real.long()], 1)
+    inputs, picked, real = rows_of(prompts, tokens, mask, group)
     with autocast(model, dtype):
         # the logits before the first completion token predict it: keep one position more and drop the last (F04)
-        logits = model(
-            input_ids=torch.cat([ids, torch.where(real, picked, 0)], 1), attention_mask=seen,
-            position_ids=positions(seen), use_cache=False, logits_to_keep=width + 1,
-        ).logits[:, :-1]  # fmt: skip
-    logp, h = token_logp(logits, torch.where(real, picked, 0), temperature, entropy)
-    pad = (0, tokens.shape[1] - width)
+        logits = model(**inputs, logits_to_keep=real.shape[1] + 1).logits[:, :-1]
+    logp, h = token_logp(logits, picked, temperature, entropy)
+    pad = (0, tokens.shape[1] - real.shape[1])
     logp = nn.functional.pad(torch.where(real, logp, 0), pad)
     return logp, None if h is None else nn.functional.pad(torch.where(real, h, 0), pad)
+
+
+def rows_of(prompts: list[list[int]], tokens: Tensor, mask: Tensor, group: Tensor) -> tuple[dict, Tensor, Tensor]:
+    """Inputs of a forward over [left padding | prompt | completion], and the completions (B,W) with their mask, W the longest."""
+    width = int(mask.sum(1).max())
+    real = mask[:, :width]
+    picked = torch.where(real, tokens[:, :width], 0)
+    ids, seen = left_pad([prompts[g] for g in group.tolist()], tokens.device)
+    seen = torch.cat([seen, real.long()], 1)
+    ids = torch.cat([ids, picked], 1)
+    return {"input_ids": ids, "attention_mask": seen, "position_ids": positions(seen), "use_cache": False}, picked, real
+
+
+class Critic(nn.Module):
+    """A value head on a body of its own, started as a copy of the policy's (PPO): what reward is still to come."""
+
+    def __init__(self, lm_model: nn.Module):
+        super().__init__()
+        self.body = lm_model.base_model
+        self.head = nn.Linear(lm_model.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self.to(next(lm_model.parameters()).device)
+
+    def forward(self, keep: int, **inputs) -> Tensor:
+        """Values (B,keep) of the last keep positions."""
+        return self.head(self.body(**inputs).last_hidden_state[:, -keep:].float()).squeeze(-1)
+
+
+def completion_values(
+    critic: nn.Module, prompts: list[list[int]], tokens: Tensor, mask: Tensor, group: Tensor, dtype=torch.float32
+) -> Tensor:
+    """Value of the state before every completion token, (B,T), 0 where mask is 0; arguments as in completion_logp."""
+    inputs, _, real = rows_of(prompts, tokens, mask, group)
+    with autocast(critic, dtype):
+        values = critic(keep=real.shape[1] + 1, **inputs)[:, :-1]
+    return nn.functional.pad(torch.where(real, values.float(), 0), (0, tokens.shape[1] - real.shape[1]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -295,3 +328,18 @@ def full_state(model: nn.Module) -> dict[str, Tensor] | None:
     if not isinstance(model, FSDPModule):
         return None
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def load_weights(model: nn.Module, folder: str) -> None:
+    """The weights of a Hugging Face folder into a model of the same kind, sharded or not."""
+    from transformers import AutoModelForCausalLM
+
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    load_state(model, {k: v for k, v in whole.state_dict().items()})
+
+
+def load_state(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Whole weights into a model, sharded or not."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))

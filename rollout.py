@@ -174,18 +174,32 @@ def rollout(
     return Rollout(prompt_ids, tokens[:, :width], logp[:, :width], mask, group, finished, row_steps)
 
 
-def demonstrations(prompt_ids: list[list[int]], demo_ids: list[list[int]], device) -> Rollout:
-    """Demonstrated completions (stop token included) in the shape of a rollout, one per prompt; log-probs are 0."""
-    width = max(map(len, demo_ids))
-    tokens = torch.tensor([d + [0] * (width - len(d)) for d in demo_ids], device=device)
-    lengths = torch.tensor([len(d) for d in demo_ids], device=device)
-    mask = torch.arange(width, device=device) < lengths[:, None]
-    ones = torch.ones(len(demo_ids), dtype=torch.bool, device=device)
-    return Rollout(
-        prompt_ids,
-        tokens,
-        torch.zeros(tokens.shape, device=device),
-        mask,
-        torch.arange(len(demo_ids), device=device),
-        ones,
-    )
+def take(roll: Rollout, rows: Tensor, groups: list[int]) -> Rollout:
+    """The rows (B,) bool of a rollout, which belong to these groups, renumbered from 0."""
+    new = torch.full((len(roll.prompt_ids),), -1, device=roll.group.device)
+    new[groups] = torch.arange(len(groups), device=roll.group.device)
+    return Rollout([roll.prompt_ids[g] for g in groups], roll.tokens[rows], roll.logp[rows], roll.mask[rows],
+                   new[roll.group[rows]], roll.finished[rows], roll.row_steps)  # fmt: skip
+
+
+def join(a: Rollout, b: Rollout) -> Rollout:
+    """Two rollouts in one, the groups of b after those of a."""
+    width = max(a.tokens.shape[1], b.tokens.shape[1])
+
+    def both(name: str) -> Tensor:
+        return torch.cat([nn.functional.pad(x, (0, width - x.shape[1])) for x in (getattr(a, name), getattr(b, name))])
+
+    return Rollout(a.prompt_ids + b.prompt_ids, both("tokens"), both("logp"), both("mask"),
+                   torch.cat([a.group, b.group + len(a.prompt_ids)]), torch.cat([a.finished, b.finished]),
+                   a.row_steps + b.row_steps)  # fmt: skip
+
+
+def demonstrations(prompt_ids: list[list[int]], answers: list[list[list[int]]], device) -> Rollout:
+    """Written answers (stop token included), any number per prompt, in the shape of a rollout; log-probs are 0."""
+    ids = [a for group in answers for a in group]
+    group = torch.tensor([g for g, some in enumerate(answers) for _ in some], device=device)
+    width = max(map(len, ids))
+    tokens = torch.tensor([d + [0] * (width - len(d)) for d in ids], device=device)
+    mask = torch.arange(width, device=device) < torch.tensor([len(d) for d in ids], device=device)[:, None]
+    finished = torch.ones(len(ids), dtype=torch.bool, device=device)
+    return Rollout(prompt_ids, tokens, torch.zeros(tokens.shape, device=device), mask, group, finished)

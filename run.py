@@ -99,9 +99,10 @@ class Run:
             fail(f"--resume: the run is at step {state['step']} already, beyond --steps {self.cfg.steps}")
         return state
 
-    def open(self, optimizer) -> int:
+    def open(self, optimizer, critic=None, memory: dict[str, torch.Tensor] | None = None) -> int:
         """Claim the folder, now that everything is loaded: a start that failed before leaves no run behind. On resume
-        load optimiser and step of the checkpoint and drop log lines behind it. Returns the first step to do."""
+        load optimiser, critic, memory (in place) and step of the checkpoint and drop log lines behind it. Returns the first
+        step to do."""
         state = self.read_state() if self.checkpoint else {}
         if dist.is_initialized():
             dist.barrier()  # every rank has seen the folder free before the first one writes
@@ -120,6 +121,10 @@ class Run:
             return 0
         load_optimizer(optimizer, state["optimizer"])
         torch.set_rng_state(state["rng"])
+        if critic is not None:
+            lm.load_state(critic, state["critic"])
+        for key, value in (memory or {}).items():
+            value.copy_(state["memory"][key])
         self.best, self.best_step = state["best"], state.get("best_step")
         if self.main and state.get("best_step"):
             self.link_best(state["best_step"])  # a kill between writing a checkpoint and linking it would lose the link
@@ -153,9 +158,10 @@ class Run:
         self.best = value if better else self.best
         return better
 
-    def save(self, step: int, policy, optimizer, better: bool) -> None:
+    def save(self, step: int, policy, optimizer, better: bool, critic=None, memory: dict | None = None) -> None:
         """A checkpoint; called on every rank, because gathering shards is collective."""
         weights, state = lm.full_state(policy.model), optimizer_state(optimizer, self.main)
+        values = None if critic is None else lm.full_state(critic) or critic.state_dict()
         self.best_step = step if better else self.best_step
         if not self.main:
             return
@@ -166,7 +172,8 @@ class Run:
             lm.save(policy.model, policy.tokenizer, aside, weights)
             write(os.path.join(aside, "config.yaml"), dump(replace(self.cfg, resume=False)))
             torch.save({"optimizer": state, "step": step, "rng": torch.get_rng_state(), "best": self.best,
-                        "best_step": self.best_step}, os.path.join(aside, "trainer.pt"))  # fmt: skip
+                        "best_step": self.best_step, "critic": values, "memory": memory or {}},
+                       os.path.join(aside, "trainer.pt"))  # fmt: skip
             for file in os.listdir(aside):
                 sync(os.path.join(aside, file))
         except BaseException as e:
@@ -184,6 +191,15 @@ class Run:
         for old in self.steps()[: -self.cfg.keep]:
             if os.path.join(os.path.realpath(self.folder), old) != best:
                 shutil.rmtree(os.path.join(self.folder, old))
+
+    def restore_best(self, policy) -> None:
+        """Put the weights of the best checkpoint (else the last) back: the policy has left the reference too far (kl_fuse)."""
+        if not self.steps():
+            self.say("kl_fuse: blown three times in a row, and no checkpoint to go back to: going on from here")
+            return
+        folder = lm.checkpoint_of(self.cfg.run_dir)
+        lm.load_weights(policy.model, folder)
+        self.say(f"kl_fuse: blown three times in a row; weights of {folder} restored")
 
     def link_best(self, step: int) -> None:
         """Point checkpoints/best at the checkpoint of a step, if that is there."""

@@ -17,7 +17,7 @@ import resource
 import signal
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,11 @@ import model as lm
 import rewards
 from config import Config, fail, parse
 from eval import Policy, evaluate, means, open_policy
-from losses import Method, advantages, denominators, policy_loss, resolve, spread, unit_weights
-from rollout import Rollout, demonstrations
+from losses import (
+    Credit, Look, Method, advantages, count_units, credit, denominators, group_sum, informative, lambda_at, low_rate,
+    numbered, policy_loss, resolve, spread, tail_miss, truncated_weight, value_loss,
+)  # fmt: skip
+from rollout import Rollout, demonstrations, join, take
 from run import Run
 
 WATCH = ("reward", "slate_recall", "rank_ndcg", "invalid", "loss", "entropy", "grad_norm")  # in the progress bar
@@ -41,40 +44,35 @@ def main(cfg: Config) -> dict[str, float]:
     method, run = resolve(cfg), Run(cfg, rank)
     train, valid = data.load(cfg, "train"), data.load(cfg, "valid")
     policy = open_policy(replace(cfg, init=run.checkpoint or cfg.init), train, device)
-    examples, prompts, demos = usable(train, policy, cfg, method)
+    task = usable(train, policy, cfg, method)
     held_out = [x[: cfg.eval_examples or None] for x in data.fit(valid, policy.tokenizer, cfg)]
+    reference = lm.load(cfg, policy.tokenizer, device).requires_grad_(False) if cfg.beta or cfg.kl_fuse else None
+    critic = lm.Critic(lm.load(cfg, policy.tokenizer, device)) if method.baseline == "critic" else None
     if world > 1:
-        policy.model = lm.shard(policy.model, policy.dtype)
-    reference = lm.load(cfg, policy.tokenizer, device).requires_grad_(False) if cfg.beta else None
-    if world > 1 and reference is not None:
-        reference = lm.shard(reference, policy.dtype)
-    optimizer = torch.optim.AdamW(policy.model.parameters(), cfg.lr, (0.9, cfg.adam_beta2), weight_decay=cfg.weight_decay)  # fmt: skip
-    start = run.open(optimizer)
-    run.say(f"{cfg.method} on {cfg.data}: {len(examples)} examples, left out: {dict(train.dropped) or 'none'}; "
+        policy.model, reference, critic = (m and lm.shard(m, policy.dtype) for m in (policy.model, reference, critic))
+    optimizer = optimizer_for(policy.model, critic, cfg)
+    memory = Memory(torch.full((len(task.examples),), math.nan))
+    start = run.open(optimizer, critic, memory.state())
+    run.say(f"{cfg.method} on {cfg.data}: {len(task.examples)} examples, left out: {dict(train.dropped) or 'none'}; "
             f"{sum(p.numel() for p in policy.model.parameters()):,} parameters on {world} x {device.type}; steps {start}..{cfg.steps}")  # fmt: skip
     bar = tqdm(total=cfg.steps, initial=start, desc=cfg.method, disable=rank > 0 or not sys.stderr.isatty())
     stop, latest = Signals(), {}
 
     for step in range(start, cfg.steps):
         began = time.perf_counter()
-        batch = data.order(len(examples), cfg.seed, step, cfg.batch_size)[rank::world]
-        picked, questions = [examples[i] for i in batch], [prompts[i] for i in batch]
-
-        if method.source == "sample":
-            keys = [(cfg.seed, step, i) for i in batch]
-            roll = policy.rollout(questions, cfg.group_size, cfg.temperature, keys, cfg)
-            scored = rewards.score(roll, picked, policy.pieces, cfg, method.unit)
-        else:
-            roll = demonstrations(questions, [demos[i] for i in batch], device)
-            scored = rewards.demonstrated(roll)
+        batch = data.order(len(task.examples), cfg.seed, step, cfg.batch_size)[rank::world]
+        batch, roll, scored = SOURCES[method.source](task, policy, batch, step, cfg, method)
         sampled = time.perf_counter()
 
-        adv = advantages(scored.reward, scored.valid, roll.group, method.baseline, method.scale, cfg.adv_eps, cfg.ddof)
-        adv = unit_weights(adv, method.weights(cfg.lam), cfg.credit)
+        look = measure(policy, reference, critic, roll, cfg, method)
+        ema = memory.gamma_of(batch, scored, roll, cfg)
+        got = credit(scored, roll, look, method, cfg, unit_weights_at(cfg, method, step, scored, roll), ema, all_sum)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(cfg, step)
-        metrics = update(policy, reference, optimizer, roll, scored, adv, cfg, method)
-        metrics |= describe(scored, adv, roll) | {"lr": learning_rate(cfg, step)}
+            group["lr"] = learning_rate(cfg, step) * float(memory.rate) * group["factor"]
+        metrics = update(policy, critic, optimizer, roll, look, got, cfg, method, memory)
+        if memory.blown and int(memory.blown) % 3 == 0:
+            run.restore_best(policy)
+        metrics |= describe(scored, got, roll, cfg) | {"lr": optimizer.param_groups[0]["lr"]}
 
         done, leaving = step + 1, bool(all_sum(torch.tensor(float(stop.asked), device=device)))
         due = lambda every, done=done: done == cfg.steps or (every > 0 and done % every == 0)  # noqa: E731
@@ -82,12 +80,12 @@ def main(cfg: Config) -> dict[str, float]:
             latest = means(evaluate(policy, *held_out, cfg))
             metrics |= {f"valid/{k}": v for k, v in latest.items()}
         timing = {"seconds_sample": sampled - began, "seconds": time.perf_counter() - began, "memory_gb": peak_memory()}
-        run.log(done, metrics, timing, picked, roll, scored)
+        run.log(done, metrics, timing, [task.examples[i] for i in batch], roll, scored)
         bar.set_postfix({k: f"{metrics[k]:.3f}" for k in WATCH if k in metrics}, refresh=False)
         bar.update()
         better = run.improves(metrics.get(f"valid/{cfg.best_metric}"))
         if due(cfg.save_every) or better or leaving:
-            run.save(done, policy, optimizer, better)
+            run.save(done, policy, optimizer, better, critic, memory.state())
         if leaving:
             run.say(f"stopped after step {done}; to go on: python train.py --run_dir {cfg.run_dir} --resume")
             break
@@ -95,6 +93,77 @@ def main(cfg: Config) -> dict[str, float]:
     bar.close()
     run.close()
     return latest
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a step trains on: (prompts, rollout, scores), one function per source
+
+
+@dataclass
+class Task:
+    """Training examples with their prompt ids, demonstration ids (stop token included) where a method needs them, and how
+    often training users took an item."""
+
+    examples: list
+    prompts: list[list[int]]
+    demos: list[list[int]]
+    popularity: dict[str, int]
+
+
+def sample(task: Task, policy: Policy, batch: list[int], keys: list[tuple], cfg: Config, method: Method):
+    """group_size completions of every prompt, scored."""
+    roll = policy.rollout([task.prompts[i] for i in batch], cfg.group_size, cfg.temperature, keys, cfg)
+    picked = [task.examples[i] for i in batch]
+    return roll, rewards.score(roll, picked, policy.pieces, cfg, method.unit, popularity=task.popularity)
+
+
+def sampled(task: Task, policy: Policy, batch: list[int], step: int, cfg: Config, method: Method):
+    """Rollouts of the policy. With refill (dynamic sampling), prompts whose samples all earn the same give way to others,
+    at most refill times; what is left then stays, without a signal (F54)."""
+    roll, scored = sample(task, policy, batch, [(cfg.seed, step, i) for i in batch], cfg, method)
+    for attempt in range(1, cfg.refill + 1):
+        rows = informative(scored.reward, scored.valid, roll.group).any(1)
+        index, n = numbered(roll.group)
+        dull = (~rows).new_ones(n).scatter(0, index, ~rows).nonzero()[:, 0].tolist()
+        if not all_sum(torch.tensor(len(dull), device=roll.group.device)):
+            break
+        fresh = data.order(len(task.examples), cfg.seed + attempt, step, cfg.batch_size)[: len(dull)]
+        if not fresh:  # other ranks draw: gathering the weights is collective
+            with lm.gathered(policy.model):
+                continue
+        new, new_scored = sample(task, policy, fresh, [(cfg.seed, step, i, attempt) for i in fresh], cfg, method)
+        live = [g for g in range(n) if g not in set(dull)]
+        keep = torch.isin(roll.group, torch.tensor(live, dtype=torch.long, device=roll.group.device))
+        scored = rewards.concat(rewards.pick(scored, keep), new_scored)
+        roll = join(take(roll, keep, live), new)
+        batch = [batch[g] for g in live] + fresh
+    return batch, roll, scored
+
+
+def demonstrated(task: Task, policy: Policy, batch: list[int], step: int, cfg: Config, method: Method):
+    """Demonstrations, one per prompt."""
+    device = next(policy.model.parameters()).device
+    roll = demonstrations([task.prompts[i] for i in batch], [[task.demos[i]] for i in batch], device)
+    return batch, roll, rewards.demonstrated(roll, policy.pieces, cfg, method.unit)
+
+
+def contrasted(task: Task, policy: Policy, batch: list[int], step: int, cfg: Config, method: Method):
+    """Good and bad answers: made from gold and candidates, or the best and worst of group_size samples (pair_source)."""
+    if cfg.pair_source == "model":
+        batch, roll, scored = sampled(task, policy, batch, step, cfg, method)
+        joint = torch.tensor(scored.parts["reward"], device=roll.group.device)
+        return batch, roll, rewards.contrasted(roll, scored, joint, cfg.good_answers, cfg.bad_answers)
+    device = next(policy.model.parameters()).device
+    answers = [data.contrast(cfg, task.examples[i]) for i in batch]
+    ids = [[completion_ids(policy, text) for text in good + bad] for good, bad in answers]
+    roll = demonstrations([task.prompts[i] for i in batch], ids, device)
+    flags = [float(k < len(good)) for good, bad in answers for k in range(len(good) + len(bad))]
+    scored = rewards.demonstrated(roll, policy.pieces, cfg)
+    scored.reward = torch.tensor(flags, dtype=torch.float64, device=device)[:, None]
+    return batch, roll, scored
+
+
+SOURCES = {"sample": sampled, "demo": demonstrated, "pairs": contrasted}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -129,75 +198,172 @@ def micro_batches(roll: Rollout, budget: int) -> list[torch.Tensor]:
     return [torch.tensor(rows, dtype=torch.long, device=roll.group.device) for rows in out]
 
 
-def update(
-    policy: Policy, reference, optimizer, roll: Rollout, scored: rewards.Scored, adv, cfg: Config, method: Method
-):
-    """mu optimiser updates on one rollout; the loss of every token is divided by a count over the whole step.
+def forward(policy_or_model, roll: Rollout, rows: torch.Tensor, function, **kwargs):
+    """function (log-probs or values) of some rows. An empty micro-batch still takes part in the collectives of a sharded
+    model: one token goes through, nothing comes back."""
+    if not len(rows):
+        one = roll.mask[:1, :1]
+        out = function(policy_or_model, roll.prompt_ids, roll.tokens[:1, :1], one, roll.group[:1], **kwargs)
+        return tuple(x if x is None else x[:0] for x in out) if isinstance(out, tuple) else out[:0]
+    return function(policy_or_model, roll.prompt_ids, roll.tokens[rows], roll.mask[rows], roll.group[rows], **kwargs)
 
-    adv (B,U) weighted advantages. -> metrics of the last pass (entropy and sampler_gap: of the first).
-    """
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    unit_ids = scored.unit_ids * spread(scored.valid.long(), scored.unit_ids)  # unscorable units are not trained on
-    kl_ids = unit_ids if cfg.kl_mask == "loss" else roll.mask.long()
-    token_adv = spread(adv.float(), unit_ids)
-    length, aggregate = cfg.max_new_tokens, method.aggregate
-    denom = denominators(unit_ids, aggregate, method.units, length, roll.group, method.apart, all_sum)
-    kl_denom = denominators((kl_ids > 0).long(), aggregate, 1, length, roll.group, False, all_sum)
-    tokens = float(all_sum((unit_ids > 0).double().sum()))
-    sampled = float(all_sum(roll.mask.double().sum()))
+
+def measure(policy: Policy, reference, critic, roll: Rollout, cfg: Config, method: Method) -> Look:
+    """Old and reference log-probs and values of a rollout, without gradient. The sampler's log-probs are the old ones where
+    that is exact enough (old_logp) and where there was a sampler."""
     micro = micro_batches(roll, cfg.micro_tokens)
 
-    def forward(model, rows, **kwargs):
-        if not len(rows):  # an empty micro-batch still takes part in the collectives: one token, nothing trained
-            one = roll.mask[:1, :1]
-            logp, h = lm.completion_logp(model, roll.prompt_ids, roll.tokens[:1, :1], one, roll.group[:1])
-            return logp[:0], h
-        part = (roll.prompt_ids, roll.tokens[rows], roll.mask[rows], roll.group[rows])
-        return lm.completion_logp(model, *part, cfg.temperature, policy.dtype, **kwargs)
-
-    def constant(model) -> torch.Tensor:
+    def constant(model, function, **kwargs) -> torch.Tensor:
         out = torch.zeros_like(roll.logp)
         with torch.no_grad():
             for rows in micro:
-                out[rows] = forward(model, rows)[0]
+                got = forward(model, roll, rows, function, dtype=policy.dtype, **kwargs)
+                out[rows] = got[0] if isinstance(got, tuple) else got
         return out
 
     policy.model.train()
-    logp_old = roll.logp
-    if method.ratio != "none" and (
-        cfg.old_logp == "recompute" or (cfg.old_logp == "auto" and cfg.mu > 1 and policy.dtype != torch.float32)
-    ):
-        logp_old = constant(policy.model)
-    logp_ref = constant(reference) if reference is not None else None
+    recompute = cfg.old_logp == "recompute" or cfg.tis > 0 or (
+        cfg.old_logp == "auto" and cfg.mu > 1 and policy.dtype != torch.float32)  # fmt: skip
+    look = Look(roll.logp)
+    if method.source == "pairs" or (method.ratio != "none" and recompute):
+        look.logp_old = constant(policy.model, lm.completion_logp, temperature=cfg.temperature)
+    if reference is not None:
+        look.logp_ref = constant(reference, lm.completion_logp, temperature=cfg.temperature)
+    if critic is not None:
+        look.values = constant(critic, lm.completion_values)
+    return look
+
+
+def update(
+    policy: Policy, critic, optimizer, roll: Rollout, look: Look, got: Credit, cfg: Config, method: Method, memory
+) -> dict[str, float]:
+    """mu optimiser updates on one rollout; the loss of every token is divided by a count over the whole step.
+
+    -> metrics of the last pass (entropy and sampler_gap: of the first). An update without a finite gradient is skipped, and
+    one whose KL to the reference is beyond kl_fuse.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    unit_ids, units, length = got.unit_ids, count_units(method, cfg), cfg.max_new_tokens
+    kl_ids = unit_ids if cfg.kl_mask == "loss" else roll.mask.long()
+
+    def divisor(ids, aggregate, units=1, apart=False):
+        return denominators(ids, aggregate, units, length, roll.group, apart, all_sum)
+
+    denom = divisor(unit_ids, method.aggregate, units, method.apart)
+    kl_denom = divisor((kl_ids > 0).long(), method.aggregate)
+    each = divisor(unit_ids, "token_mean")
+    share = each if method.ratio in ("none", "token", "unit") else divisor(unit_ids, "seq_mean")
+    weight = truncated_weight(look.logp_old, roll.logp, cfg.tis) if cfg.tis else None
+    beta = cfg.beta if cfg.kl_in == "loss" and method.source == "sample" else 0.0
+    logp_ref = look.logp_ref if method.source == "sample" else None
+    drawn = float(all_sum(roll.mask.double().sum()))
+    micro = micro_batches(roll, cfg.micro_tokens)
+    parts = [p for p in (policy.model, critic) if p is not None]
 
     metrics: dict[str, float] = {}
     for epoch in range(cfg.mu):
         sums: dict[str, torch.Tensor] = {}
         for rows in micro:
-            logp, entropy = forward(policy.model, rows, entropy=epoch == 0)
+            logp, entropy = forward(policy.model, roll, rows, lm.completion_logp, temperature=cfg.temperature,
+                                    dtype=policy.dtype, entropy="grad" if cfg.entropy else epoch == 0)  # fmt: skip
             loss, part = policy_loss(
-                logp, logp_old[rows], token_adv[rows], unit_ids[rows], denom[rows], method, max(tokens, 1.0),
-                None if logp_ref is None else logp_ref[rows], kl_ids[rows], kl_denom[rows], cfg.beta, cfg.kl, cfg.kl_ratio,
+                logp, look.logp_old[rows], got.token_adv[rows], unit_ids[rows], denom[rows], method, share[rows],
+                None if logp_ref is None else logp_ref[rows], kl_ids[rows], kl_denom[rows], beta, cfg.kl, cfg.kl_ratio,
+                cfg.dual_clip, None if weight is None else weight[rows], entropy, cfg.entropy,
             )  # fmt: skip
             (loss * world).backward()  # FSDP averages over ranks, the denominators already count them all
+            if critic is not None:
+                values = forward(critic, roll, rows, lm.completion_values, dtype=policy.dtype)
+                error = value_loss(values, look.values[rows], got.returns[rows], unit_ids[rows], each[rows], cfg.value_clip)
+                (cfg.value_coef * error * world).backward()
+                part["value_loss"] = error.detach()
             if epoch == 0 and len(rows):
                 trained = unit_ids[rows] > 0
-                part["entropy"] = torch.where(trained, entropy, 0).sum() / max(tokens, 1.0)
+                part["entropy"] = (torch.where(trained, entropy.detach(), 0) / each[rows]).sum()
+                if logp_ref is not None:
+                    d = (logp_ref[rows] - logp.detach()).clamp(-20, 20)
+                    part["kl_token"] = (torch.where(trained, torch.expm1(d) - d, 0) / each[rows]).sum()
                 if method.source == "sample":  # how far sampler and learner are apart, in nats (F07)
-                    part["sampler_gap"] = (
-                        torch.where(roll.mask[rows], logp.detach() - roll.logp[rows], 0).abs().sum() / sampled
-                    )
+                    gap = torch.where(roll.mask[rows], logp.detach() - roll.logp[rows], 0)
+                    part["sampler_gap"] = gap.abs().sum() / drawn
             for k, v in part.items():
                 sums[k] = sums.get(k, 0) + v.detach().double()
-        norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), cfg.grad_clip or float("inf"))
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        applied = 0 < norm < math.inf  # with nothing to learn from, momentum alone would move the weights (F21, F22)
+        found = {k: float(all_sum(v)) for k, v in sums.items()}
+        blown = memory.fuse(found.get("kl_token", 0.0), cfg) if epoch == 0 else blown  # noqa: F821
+        applied = 0
+        for i, part in enumerate(parts):
+            norm = torch.nn.utils.clip_grad_norm_(part.parameters(), cfg.grad_clip or math.inf)
+            norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+            found["grad_norm" if i == 0 else "grad_norm_critic"] = norm
+            if blown or not 0 < norm < math.inf:  # without a gradient momentum alone would move the weights (F21, F22)
+                part.zero_grad(set_to_none=True)
+            else:
+                applied += 1
         if applied:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        # the last epoch's, where the ratio has left 1 (F25); entropy and sampler_gap are measured in the first
-        metrics |= {k: float(all_sum(v)) for k, v in sums.items()} | {"grad_norm": norm, "skipped": float(not applied)}
+        # the last epoch's, where the ratio has left 1 (F25); entropy, KL per token and gaps are measured in the first
+        metrics |= found | {"skipped": float(not applied)} | ({"fused": float(blown)} if cfg.kl_fuse else {})
     return metrics
+
+
+@dataclass
+class Memory:
+    """What steps remember besides weights, saved with a checkpoint. success (examples,): running success rate of every
+    prompt, nan before its first visit; rate: factor on the learning rate; blown: KL fuses blown in a row."""
+
+    success: torch.Tensor
+    rate: torch.Tensor = field(default_factory=lambda: torch.tensor(1.0))
+    blown: torch.Tensor = field(default_factory=lambda: torch.tensor(0))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"success": self.success, "rate": self.rate, "blown": self.blown}
+
+    def fuse(self, kl: float, cfg: Config) -> bool:
+        """Is the KL to the reference (nats per token) beyond kl_fuse? Then the learning rate is halved for good."""
+        blown = 0 < cfg.kl_fuse < kl
+        self.blown.copy_(self.blown + 1 if blown else torch.tensor(0))
+        self.rate.mul_(0.5 if blown else 1.0)
+        return blown
+
+    def gamma_of(self, batch: list[int], scored: rewards.Scored, roll: Rollout, cfg: Config) -> torch.Tensor | None:
+        """Running success rate of every row's prompt (B,), this step's included; None without focal_ema."""
+        if not cfg.focal_ema:
+            return None
+        index = roll.group.cpu()
+        ok = torch.where(scored.valid, scored.reward / scored.reward.new_tensor(scored.high), 0).mean(1, keepdim=True)
+        n = group_sum(torch.ones_like(ok), roll.group)
+        now = (group_sum(ok, roll.group) / n).clamp(0, 1)[:, 0].float().cpu()
+        seen = torch.tensor(batch)[index]
+        was = self.success[seen]
+        ema = torch.where(was.isnan(), now, cfg.focal_ema * was + (1 - cfg.focal_ema) * now)
+        # ranks see different prompts: sum what each has learnt, so that all hold, and save, the same
+        new, hit = torch.zeros_like(self.success), torch.zeros_like(self.success)
+        new[seen], hit[seen] = ema, 1.0
+        device = roll.group.device
+        new, hit = all_sum(new.to(device)).cpu(), all_sum(hit.to(device)).cpu()
+        self.success.copy_(torch.where(hit > 0, new / hit.clamp(min=1), self.success))
+        return ema.to(device)
+
+
+def unit_weights_at(cfg: Config, method: Method, step: int, scored: rewards.Scored, roll: Rollout) -> list[float]:
+    """Weights of the units at a step: --weights, or 1 for the first phase and lambda (on its schedule) for later ones."""
+    units = scored.reward.shape[1]
+    if cfg.weights or method.unit != "phase":
+        return list(cfg.weights) or [1.0] * units
+    adv = advantages(scored.reward, scored.valid, roll.group, "mean")
+    count = all_sum(scored.valid.double().sum(0)).clamp(min=1)
+    remaining = (all_sum((adv**2).sum(0)) / count).sqrt()
+    lam = lambda_at(cfg.lam, cfg.lam_schedule, cfg.lam_end, step / max(1, cfg.steps - 1), remaining)
+    return [1.0, *(lam if isinstance(lam, list) else [lam] * (units - 1))]
+
+
+def optimizer_for(model, critic, cfg: Config) -> torch.optim.AdamW:
+    """AdamW over the policy and, in a group of its own, the critic; factor: of the learning rate."""
+    groups = [{"params": list(model.parameters()), "factor": low_rate(cfg.low_lr_gamma)}]
+    if critic is not None:
+        groups.append({"params": list(critic.parameters()), "factor": cfg.critic_lr})
+    return torch.optim.AdamW(groups, cfg.lr, (0.9, cfg.adam_beta2), weight_decay=cfg.weight_decay)
 
 
 def learning_rate(cfg: Config, step: int) -> float:
@@ -209,24 +375,30 @@ def learning_rate(cfg: Config, step: int) -> float:
     return cfg.min_lr + (cfg.lr - cfg.min_lr) * shape[cfg.schedule]
 
 
-def describe(scored: rewards.Scored, adv: torch.Tensor, roll: Rollout) -> dict[str, float]:
-    """Means over the step's samples of every part of the reward, and the share of units without a signal (F21)."""
+def describe(scored: rewards.Scored, got: Credit, roll: Rollout, cfg: Config) -> dict[str, float]:
+    """Means over the step's samples of every part of the reward, the share of units without a signal (F21) and the chance
+    that a group as hard as these misses a right answer ten times rarer than all right ones (tail_miss)."""
+    adv, n = got.adv, group_sum(torch.ones_like(got.adv), roll.group)[:, 0].tolist()
     sums = {k: sum(v) for k, v in scored.parts.items()} | {"zero_adv": float((adv == 0).double().mean(1).sum())}
+    sums["tail_miss"] = sum(tail_miss(mu, 0.1 * mu, int(g)) for mu, g in zip(got.rate[:, 0].tolist(), n))
     sums |= {"rows": float(len(adv)), "row_steps": float(roll.row_steps), "sampled_tokens": float(roll.mask.sum())}
     sums = dict(zip(sums, all_sum(torch.tensor(list(sums.values()), dtype=torch.float64, device=adv.device)).tolist()))
     rows, steps, tokens = sums.pop("rows"), sums.pop("row_steps"), sums.pop("sampled_tokens")
-    return {k: v / rows for k, v in sums.items()} | {"wasted": 1 - tokens / steps if steps else 0.0}
+    out = {k: v / rows for k, v in sums.items()} | {"wasted": 1 - tokens / steps if steps else 0.0}
+    return out if got.preference is None else out | {"preference_loss": float(got.preference)}
 
 
-def usable(train: data.Split, policy: Policy, cfg: Config, method: Method) -> tuple[list, list, list]:
+def completion_ids(policy: Policy, text: str) -> list[int]:
+    """Token ids of a written answer, stop token included."""
+    return policy.tokenizer(text, add_special_tokens=False)["input_ids"] + [policy.tokenizer.eos_token_id]
+
+
+def usable(train: data.Split, policy: Policy, cfg: Config, method: Method) -> Task:
     """Examples, prompt ids and (for methods that learn from demonstrations) demonstration ids with the stop token."""
     examples, prompts = data.fit(train, policy.tokenizer, cfg)
     demos: list[list[int]] = []
     if method.source == "demo":
-        end = [policy.tokenizer.eos_token_id]
-        ids = [
-            policy.tokenizer(e.demo, add_special_tokens=False)["input_ids"] + end if e.demo else [] for e in examples
-        ]
+        ids = [completion_ids(policy, e.demo) if e.demo else [] for e in examples]
         keep = [i for i, d in enumerate(ids) if 0 < len(d) <= cfg.max_new_tokens]
         if len(keep) < len(ids):
             train.dropped["no demonstration, or longer than --max_new_tokens"] = len(ids) - len(keep)
@@ -234,7 +406,7 @@ def usable(train: data.Split, policy: Policy, cfg: Config, method: Method) -> tu
     if len(examples) < cfg.batch_size:
         fail(f"--batch_size {cfg.batch_size}: {cfg.data} has {len(examples)} usable training examples "
              f"(left out: {dict(train.dropped) or 'none'}); lower it")  # fmt: skip
-    return examples, prompts, demos
+    return Task(examples, prompts, demos, train.popularity)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -442,3 +442,293 @@ def test_demonstrations_are_one_unit_with_reward_1_stop_token_and_all():
     out = rewards.demonstrated(rolled([5, 6, 1], [7, 1]))
     assert out.unit_ids.tolist() == [[1, 1, 1], [1, 1, 0]] and out.reward.tolist() == [[1.0], [1.0]] and out.valid.all()
     assert out.parts == {"length": [3.0, 2.0]}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# More phases
+
+
+THREE = {
+    "tags": ["<PLAN>", "</PLAN>", "<SLATE>", "</SLATE>", "<RANK>", "</RANK>"],
+    "phases": ["plan", "slate", "rank"],
+}
+
+
+def planned(plan="\nnight films\n", slate=S, ranking=(A, T, H)) -> str:
+    return f"<PLAN>{plan}</PLAN>\n" + write(slate, ranking)
+
+
+def test_a_third_phase_has_a_unit_and_a_reward_of_its_own():
+    """plan is credited with R_joint; slate and ranking earn what they earn without it."""
+    text = planned()
+    two, three = scored(write(S, [A, T, H]), lam=0.5), scored(text, lam=0.5, **THREE)
+    slate, rank = two.reward[0].tolist()
+    assert three.reward.tolist() == [[pytest.approx(slate + 0.5 * rank), slate, rank]]
+    assert three.answers == two.answers and three.high == [1.5, 1.0, 1.0] and two.high == [1.0, 1.0]
+    joint = scored(text, "sequence", lam=0.5, **THREE)
+    assert joint.reward.tolist() == [[pytest.approx(slate + 0.5 * rank)]] and joint.high == [1.5]
+    parsed = parse(text, THREE["tags"], phases=THREE["phases"])
+    assert text[slice(*parsed.spans[0])] == "\nnight films\n"
+    assert parsed.spans[1:] == [parsed.slate_span, parsed.rank_span] and parsed.broken == set()
+    raw = [bytes([b]) for b in text.encode()]
+    ids = three.unit_ids[0].tolist()
+    for unit, inside in enumerate((b"\nnight films\n", text[slice(*parsed.slate_span)].encode()), 1):
+        assert b"".join(p for p, u in zip(raw, ids) if u == unit) == inside
+    every = scored(text, train_delimiters=True, **THREE).unit_ids[0].tolist()
+    ends = [text.encode().index(t.encode()) + len(t) for t in ("</PLAN>", "</SLATE>")]
+    assert every == [1] * ends[0] + [2] * (ends[1] - ends[0]) + [3] * (len(raw) - ends[1])
+
+
+@pytest.mark.parametrize("phases, texts", (
+    (["plan", "slate", "rank"], ["<A>", "x", "</A>", "<B>", H, "</B>", "<C>", H, "</C>"]),
+    (["slate", "plan", "rank"], ["<A>", H, "</A>", "<B>", "x", "</B>", "<C>", H, "</C>"]),
+    (["slate", "rank", "plan"], ["<A>", H, "</A>", "<B>", H, "</B>", "<C>", "x", "</C>"]),
+))  # fmt: skip
+def test_phases_come_in_any_order_that_ranks_after_the_slate(phases, texts):
+    tags = [t for t in texts if t.startswith("<")]
+    p = parse("\n".join(texts), tags, phases=phases)
+    assert p.valid and p.items == p.ranking == [H]
+    for error, wrong in (
+        ("missing:</B>", "\n".join(t for t in texts if t != "</B>")),
+        ("repeated:<C>", "\n".join([*texts, "<C>"])),
+        ("order", "\n".join(texts[6:] + texts[:6])),
+    ):
+        assert (
+            parse(wrong, tags, phases=phases).error == error and parse(wrong, tags, phases=phases).spans == [None] * 3
+        )
+
+
+def test_partial_credit_blames_the_phase_that_broke_and_no_other():
+    """format_credit: none as published; partial keeps R_slate of a slate that could be read. Metrics give no credit."""
+    broken_rank = write(S, [A]).replace("</RANK>", "")
+    broken_slate = write([], [H])
+    for text in (broken_rank, write(S, ["nothing of it"]), write(S, [])):
+        none, some = scored(text), scored(text, format_credit="partial")
+        assert none.reward.tolist() == [[-1.0, -1.0]] and some.reward.tolist() == [[pytest.approx(2 / 3), -1.0]]
+        assert some.parts["invalid"] == [1.0] and some.parts["slate_recall"] == [0.0] and some.answers == [([], [])]
+        joint = scored(text, "sequence", format_credit="partial", lam=0.5)
+        assert joint.reward.tolist() == [[pytest.approx(2 / 3 - 0.5)]]
+        assert torch.equal(none.unit_ids, some.unit_ids)
+    for text in (broken_slate, "no tags", "<RANK>\n</RANK>\n" + write(S, [A])):
+        assert scored(text, format_credit="partial").reward.tolist()[0][1] == -1.0
+    assert scored(broken_slate, format_credit="partial").reward.tolist() == [[-1.0, -1.0]]
+    assert scored(write(S, [A, T, H]), format_credit="partial").reward.equal(scored(write(S, [A, T, H])).reward)
+    whole = scored(planned(), **THREE).reward[0].tolist()
+    for settings, want, joint in (  # a plan without its close tag: slate and ranking keep theirs
+        ({"format_credit": "partial"}, [-1.0, *whole[1:]], whole[0] - 1.0),
+        ({"format_credit": "none"}, [-1.0] * 3, -2.0),
+    ):
+        text = planned().replace("</PLAN>", "")
+        assert scored(text, **THREE, **settings).reward[0].tolist() == pytest.approx(want)
+        assert scored(text, "sequence", **THREE, **settings).reward[0].tolist() == pytest.approx([joint])
+
+
+def test_demonstrations_may_be_trained_by_phase_or_by_line():
+    ids = TOKENIZER(write([H], [H]))["input_ids"]
+    out = rewards.demonstrated(rolled([*ids, 1]), PIECES, Config(), "phase")
+    close = len("<SLATE>\nHeat (1995)\n</SLATE>")
+    assert out.unit_ids.tolist() == [[1] * close + [2] * (len(ids) + 1 - close)] and out.reward.tolist() == [[1.0, 1.0]]
+    a, b = (TOKENIZER(t)["input_ids"] for t in (f"{H}\n{A}\n", f"{H}\n"))
+    out = rewards.demonstrated(rolled([*a, 1], [*b, 1]), PIECES, Config(slate_size=3, answer="list"), "rank")
+    assert out.unit_ids[0].tolist() == [1] * len(b) + [2] * (len(a) - len(b) + 1)
+    assert out.unit_ids[1].tolist() == [1] * (len(b) + 1) + [0] * (len(a) - len(b)) and out.reward.shape == (2, 4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Popularity, length
+
+
+def test_popular_gold_is_worth_less_under_a_power_and_the_sum_stays():
+    """Weights 3, 2, 1 over (8, 1, 0) + 1 counts: 1/3, 1, 1 rescaled to the sum 6."""
+    counts = {H: 8, T: 1}
+    worth = rewards.debiased(GOLD, counts, 1.0)
+    assert worth == pytest.approx({H: 6 / 7, T: 18 / 7, R: 18 / 7})
+    assert rewards.debiased(GOLD, counts, 0.0) == pytest.approx(GOLD)
+    text = write([H, T], [T, H])
+    roll, example = rolled(TOKENIZER(text)["input_ids"]), [Example("1", "?", POOL, GOLD)]
+    out = score(roll, example, PIECES, Config(popularity_power=1.0), "phase", popularity=counts)
+    ideal = 18 / 7 * discount(1, 2) + 6 / 7 * discount(3)
+    assert out.reward[0].tolist() == pytest.approx([4 / 7, (18 / 7 * discount(1) + 6 / 7 * discount(2)) / ideal])
+    off = score(roll, example, PIECES, Config(), "phase", popularity=counts)
+    assert off.reward.equal(scored(text).reward) and off.reward[0, 0] == pytest.approx(2 / 3)
+
+
+def test_places_reserved_for_the_tail_earn_nothing_for_popular_items():
+    counts = {A: 10, H: 9, T: 8, M: 3, R: 2, D: 1}  # 33 in all: A and H make up more than half, the rest is tail
+    assert rewards.head_items(counts) == {A, H} and rewards.head_items({}) == set()
+    assert rewards.beyond_quota([A, M, H, A], {A, H}, 4, 0.75) == {H}
+    assert rewards.beyond_quota([A, H], {A, H}, 10, 0.9) == {H}  # 10 * (1 - 0.9) is a hair below 1
+    roll = rolled(TOKENIZER(write([A, H, T, R], [H, T, R]))["input_ids"])
+    example = [Example("1", "?", POOL, GOLD)]
+    free, quota = (score(roll, example, PIECES, Config(slate_size=4, rank_size=3, tail_quota=q), "phase", popularity=counts).reward[0]
+                   for q in (0.5, 0.75))  # fmt: skip
+    assert free.tolist() == [1.0, 1.0]  # two popular places of four
+    assert quota.tolist() == pytest.approx([2 / 3, discount(2, 3) / discount(1, 2, 3)])  # one; Heat keeps its place
+
+
+def test_the_punishment_of_length_reaches_every_unit():
+    text = write([H], [H])
+    n = len(TOKENIZER(text)["input_ids"])
+    base = scored(text).reward[0]
+    for limit, want in ((n + 10, 0.0), (n + 5, -0.5), (n, -1.0)):
+        for unit in ("phase", "sequence"):
+            out = scored(text, unit, max_new_tokens=limit, overlong=10 / limit)
+            gap = out.reward[0] - scored(text, unit).reward[0]
+            assert gap.tolist() == pytest.approx([want] * len(gap))
+            assert out.parts["reward"] == pytest.approx([float(base.sum()) + want])
+            assert out.parts["efficiency"] == pytest.approx([(float(base.sum()) + want) / n])
+    assert scored(text, max_new_tokens=n).reward[0].equal(base)  # off
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lists
+
+
+FILMS = [f"{x} ({1990 + i})" for i, x in enumerate("abcdefgh")] + ["s (1999)"]
+
+
+def listed(texts, unit="sequence", responders=(), pool=FILMS, seen=(), gold=None, **settings) -> rewards.Scored:
+    """Lists of one request; responders: item names."""
+    texts = [texts] if isinstance(texts, str) else texts
+    people = [dict.fromkeys(r, 1.0) for r in responders]
+    gold = dict.fromkeys(i for r in people for i in r) if gold is None else gold
+    roll = rolled(*(TOKENIZER(t)["input_ids"] + [1] for t in texts))
+    example = Example("1", "?", pool, gold, responders=people, seen=list(seen))
+    return score(roll, [example] * len(texts), PIECES, Config(answer="list", **settings), unit)
+
+
+TOY = [["a (1990)", "b (1991)"], ["a (1990)"], ["c (1992)"], ["a (1990)", "d (1993)"], ["e (1994)"]]
+TOY_LIST = "a (1990)\nf (1995)\na (1990)\ne (1994)\ns (1999)\nc (1992)\nsome words\nz (1980)\n"
+
+
+def test_the_toy_request_with_five_responders():
+    """remark.md 11.3: a repeat, a seen title, an unparsable line and a stranger keep their positions and earn nothing."""
+    kw = {"responders": TOY, "seen": ["s (1999)"], "slate_size": 8}
+    union = listed(TOY_LIST, "rank", **kw)
+    assert union.reward.tolist() == [[1, 0, 0, 1, 0, 1, 0, 0, 0]] and union.valid.all() and union.high == [1.0] * 9
+    mean = listed(TOY_LIST, "rank", consensus=1.0, **kw)
+    assert mean.reward[0].tolist() == pytest.approx([0.6, 0, 0, 0.2, 0, 0.2, 0, 0, 0])
+    half = listed(TOY_LIST, "rank", consensus=0.5, **kw)
+    assert half.reward[0, :4].tolist() == pytest.approx([0.6**0.5, 0, 0, 0.2**0.5])
+    alone = [listed(TOY_LIST, "rank", **{**kw, "responders": [r]}).reward[0, :8].tolist() for r in TOY]
+    assert [[k + 1 for k, v in enumerate(row) if v] for row in alone] == [[1], [1], [6], [1], [4]]
+    parts = {k: v[0] for k, v in union.parts.items()}
+    want = {"reward": 3, "hits": 3, "recall": 3 / 5, "dcg": discount(1, 4, 6), "invalid": 0, "unparsable": 1 / 8, "finished": 1,
+            "out_of_catalog": 1 / 7, "duplicates": 1 / 7, "lines": 8, "unscorable": 0, "length": len(TOY_LIST) + 1}  # fmt: skip
+    assert parts == pytest.approx({**want, "efficiency": 3 / (len(TOY_LIST) + 1)})
+    items, ranks = union.answers[0]
+    assert items == [x for x in TOY_LIST.split("\n") if "(" in x]
+    assert ranks == ["a (1990)", "f (1995)", None, "e (1994)", None, "c (1992)", None, None]
+    json.dumps([union.parts, union.answers])
+    for unit in ("sequence", "token"):
+        out = listed(TOY_LIST, unit, **kw)
+        assert out.reward.tolist() == [[3.0]] and out.high == [8.0] and (out.unit_ids == 1).all()
+
+
+@pytest.mark.parametrize("rel, returns", (
+    ([1, 0, 1, 0, 1], [1.886853, 0.886853, 0.886853, 0.386853, 0.386853]), ([0, 1, 1, 0, 0], [1.130930, 1.130930, 0.5, 0, 0]),
+    ([0, 0, 0, 0, 1], [0.386853] * 5), ([1] * 5, [2.948459, 1.948459, 1.317529, 0.817529, 0.386853]),
+))  # fmt: skip
+def test_the_log_return_of_a_rank_is_the_discounted_sum_of_the_hits_from_there_on(rel, returns):
+    """rank_grpo.md 13.1, through the whole path: the list's own reward is DCG@5."""
+    text = "".join(f"{FILMS[i] if r else 'z (1980)'}\n" for i, r in enumerate(rel))
+    kw = {"responders": [FILMS[:5]], "slate_size": 5, "returns": "log"}
+    assert listed(text, "rank", **kw).reward[0].tolist() == pytest.approx([*returns, 0.0], abs=1e-6)
+    assert listed(text, "sequence", **kw).reward[0].tolist() == pytest.approx(
+        [discount(*(i + 1 for i in range(5) if rel[i]))]
+    )
+    assert rewards.causal_returns(rel, 5, "log") == pytest.approx(returns, abs=1e-6)
+    assert listed(text, "rank", **kw).high == pytest.approx([*[discount(*range(k, 6)) for k in range(1, 6)], 1.0])
+    assert rewards.causal_returns([1] * 20, 20, "log")[0] == pytest.approx(7.0402684)
+
+
+@pytest.mark.parametrize("rel, gamma, returns", (
+    ([1, 0, 1, 0, 1], 2, [1.3125, 0.625, 1.25, 0.5, 1]), ([0, 1, 1, 0, 0], 2, [0.75, 1.5, 1, 0, 0]),
+    ([1, 0, 1, 0, 1], 3, [1.123457, 0.370370, 1.111111, 0.333333, 1]), ([1, 0, 1, 0, 1], 10, [1.0101, 0.101, 1.01, 0.1, 1]),
+    ([1, 0, 1, 0, 1], math.inf, [1, 0, 1, 0, 1]),
+))  # fmt: skip
+def test_the_exponential_return_of_a_rank(rel, gamma, returns):
+    """rank_grpo.md 13.2; missing positions too have the value of the formula, 0. The list's own reward is the sum of hits."""
+    text = "".join(f"{FILMS[i] if r else 'z (1980)'}\n" for i, r in enumerate(rel))
+    kw = {"responders": [FILMS[:5]], "slate_size": 7, "returns_gamma": gamma}
+    out = listed(text, "rank", **kw)
+    assert out.reward[0].tolist() == pytest.approx([*returns, 0, 0, 0], abs=1e-6)
+    assert out.high[:7] == pytest.approx([sum(gamma**-j for j in range(7 - k)) for k in range(7)])
+    assert listed(text, "sequence", **kw).reward.tolist() == [[float(sum(rel))]]
+
+
+def test_years_within_the_tolerance_count_for_titles_of_the_catalog_only():
+    """'t (2000)' and 't (2001)' are two catalog entries: the responder's is 2001. A year that no entry has is a stranger."""
+    pool = ["t (2000)", "t (2001)", "u (2000)"]
+    kw = {"responders": [["t (2001)"]], "pool": pool, "slate_size": 3}
+    assert listed("t (2000)\nt (2001)\n", "rank", **kw).reward[0].tolist() == [1, 0, 0, 0]  # one claim
+    assert listed("t (2000)\nt (2001)\n", "rank", year_tolerance=0, **kw).reward[0].tolist() == [0, 1, 0, 0]
+    strange = listed("t (2002)\n", "rank", **kw)
+    assert strange.reward[0].tolist() == [0, 0, 0, 0] and strange.parts["out_of_catalog"] == [1.0]
+    assert listed("t (2001)\n", "rank", **kw, seen=["t (2000)"]).reward.sum() == 0  # by title, as released
+    assert listed("1. **t** (2001) great\n", "rank", **kw).reward[0, 0] == 1
+
+
+def test_items_without_years_are_matched_by_identity():
+    pool = ["amber anchor", "blue bay", "2001: a dream"]
+    kw = {"responders": [["amber anchor", "2001: a dream"]], "pool": pool, "slate_size": 4}
+    out = listed("- Amber  Anchor\n---\n2001: a dream\nblue bay (1990)", "rank", **kw)
+    assert out.reward[0].tolist() == [1, 0, 1, 0, 0] and out.answers[0][1] == [
+        "amber anchor",
+        None,
+        "2001: a dream",
+        None,
+    ]
+    assert out.parts["unparsable"] == [0.25] and out.parts["out_of_catalog"] == [pytest.approx(1 / 3)]
+    by_number = listed("#3\n#9\n", "rank", item_form="index", **kw)
+    assert by_number.reward[0, :2].tolist() == [1, 0] and by_number.answers[0][0] == ["2001: a dream", "#9"]
+    single = listed("blue bay\n", "rank", pool=pool, gold={"blue bay": 3.0}, slate_size=2)  # no responders: gold is one
+    assert single.reward[0].tolist() == [1, 0, 0]
+
+
+def test_what_comes_behind_the_last_rank_earns_nothing_and_empty_lists_are_no_error():
+    kw = {"responders": [FILMS[:4]], "slate_size": 2}
+    text = "a (1990)\nz (1980)\nb (1991)\n"
+    out = listed(text, "rank", **kw)
+    assert out.reward[0].tolist() == [1, 0, 0] and out.parts["hits"] == [1.0] and out.parts["lines"] == [3.0]
+    assert out.unit_ids[0].tolist() == [1] * 9 + [2] * 9 + [3] * 10
+    for unit in ("rank", "sequence"):
+        empty = listed(["", "\n\n", "words only"], unit, **kw)
+        assert not empty.reward.any() and empty.valid.all() and empty.parts["invalid"] == [1.0] * 3
+        nobody = listed("a (1990)", unit, gold={}, responders=[[]], slate_size=2)
+        assert nobody.reward.isnan().all() and not nobody.valid.any() and nobody.parts["unscorable"] == [1.0]
+    late = listed(text, "rank", **kw, max_new_tokens=30, overlong=4 / 30)
+    assert late.reward[0].tolist() == pytest.approx([0.5, -0.5, -0.5])
+
+
+@pytest.mark.parametrize(
+    "c, n, a, want", ((0, 5, 0, 0), (0, 5, 1, 0), (1, 5, 0, 1), (3, 5, 1, 0.6), (5, 5, 0.7, 1), (1, 4, 0.5, 0.5))
+)
+def test_consensus_runs_from_union_to_mean(c, n, a, want):
+    assert rewards.consensus(c, n, a) == pytest.approx(want)
+
+
+@pytest.mark.parametrize("line, want", (
+    ("300 - Rise of an Empire (2014)", ("Rise of an Empire", 2014)), ("• Heat (1995)", ("• Heat", 1995)), ("(1999)", None),
+    ("“The Matrix” (1999)", ("“The Matrix”", 1999)), ("The Matrix(1999)", None), ("1984 (1984)", ("1984", 1984)),
+    ("(a) (1999)", None), ('"The Matrix (1999)"', ("The Matrix", 1999)), ("10 - 4 (2001)", ("4", 2001)),
+))  # fmt: skip
+def test_lines_are_read_as_by_the_released_code(line, want):
+    """rank_grpo.md 5.1; more in golden/title_match."""
+    assert rewards.parse_line(line) == want
+
+
+@pytest.mark.parametrize("recs, gold, seen, hits", (
+    ([("Alien", 1979), ("Alien", 1979), ("Heat", 1995)], [("Alien", 1979), ("Heat", 1995)], [], [1, 0, 1]),
+    ([("Alien", 1980), ("alien", 1979), ("Heat", 1995)], [("Alien", 1979), ("Heat", 1995)], [], [0, 0, 1]),
+    ([("Titanic", 1996), ("Titanic", 1997)], [("Titanic", 1997)], [], [1, 0]),
+    ([("Titanic", 1997), ("Titanic", 1996)], [("Titanic", 1997), ("Titanic", 1996)], [], [1, 1]),
+    ([("Unknown", 2006), ("Unknown", 2005)], [("Unknown", 2005)], [], [1, 0]),
+    ([("Heat", 1995)], [("Heat", 1995)], ["Heat"], [0]),
+    ([("Fargo", 1996), ("Heat", 1995)], [("Heat", 1995)], [], [0, 1]),
+))  # fmt: skip
+def test_matching_claims_ground_truth_as_the_released_code_does(recs, gold, seen, hits):
+    """rank_grpo.md 5.2."""
+    catalog = [("Alien", 1979), ("Heat", 1995), ("Titanic", 1996), ("Titanic", 1997), ("Unknown", 2006), ("Unknown", 2005),
+               ("Fargo", 1996)]  # fmt: skip
+    assert rewards.match(recs, gold, catalog, seen) == hits
