@@ -455,3 +455,88 @@ def test_masks_are_of_the_sampled_ids_even_where_the_text_would_be_cut_otherwise
     assert scored.texts == [WELL_FORMED] and scored.reward.tolist() == [[1.0, 1.0]]
     parsed = rewards.parse(WELL_FORMED, TAGS)
     assert scored.unit_ids[0].tolist() == labels(WELL_FORMED, [parsed.slate_span, parsed.rank_span])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lists: ranks of tokens
+
+A, B, C, D = (["A", " (1999)\n"], ["B", " (2000)\n"], ["C", " (2001)"], ["D", " (2002)"])
+END = ""  # the stop token says nothing
+
+
+@pytest.mark.parametrize("parts, ours, released", (
+    ([*A, *B, *C, END], [1, 1, 2, 2, 3, 3, 3], [0, 0, 1, 1, 2, 2, 2]),
+    ([*A, *B, "C", " (2001)\n", END], [1, 1, 2, 2, 3, 3, 3], [0, 0, 1, 1, 2, 2, 3]),  # D11: the end is rank 3's, no overflow
+    ([*A, "B", " (2000)", END], [1, 1, 2, 2, 2], [0, 0, 1, 1, 1]),
+    ([*A, *B, END], [1, 1, 2, 2, 2], [0, 0, 1, 1, 2]),  # D11: two items are not three
+    (["A", " (1999)\n\n", *B, *C, END], [1, 1, 2, 2, 3, 3, 3], [0, 0, 2, 2, 3, 3, 3]),  # D10: a blank line takes no rank
+    ([*A, *B, "C", " (2001)\n", *D, END], [1, 1, 2, 2, 3, 3, 4, 4, 4], [0, 0, 1, 1, 2, 2, 3, 3, 3]),
+    ([*A, "B"], [1, 1, 2], [0, 0, 1]),
+    (["\n", " \n", *A, END], [1, 1, 1, 1, 1], [0, 1, 2, 2, 3]),  # blank lines at the start: of the first rank
+    ([*A, *B, "C", "\n", "\n", " ", "\n", *D, "\n", "E", END], [1, 1, 2, 2, 3, 3, 3, 3, 3, 4, 4, 4, 4, 4], None),
+    (["A\nB", "\nC", END], [1, 2, 3], None),  # a token belongs to the line open where it starts
+    ([END], [1], [0]), ([], [], []), ([END, *A, END, *B], [1, 1, 1, 2, 2, 2], None),
+))  # fmt: skip
+def test_a_token_belongs_to_the_rank_of_the_line_open_where_it_starts(parts, ours, released):
+    """rank_grpo.md 13.6 with N = 3, beside what the released code makes of it (from 0)."""
+    pieces = [p.encode() for p in parts]
+    units, lines = rewards.rank_units(pieces, 3)
+    assert units == ours and lines == [line for line in "".join(parts).split("\n") if line.strip()]
+    assert released is None or rewards.line_units(pieces) == released
+
+
+def test_ranks_of_any_cut_of_the_bytes_agree_with_the_lines():
+    """Every token that starts in line k of the text has unit k, whatever the tokens are; lines do not depend on the cut."""
+    rng = random.Random(0)
+    for _ in range(300):
+        text = "\n".join(
+            rng.choice(["", " ", "Café (1991)", "東京 (1953)", "x", "\r"]) for _ in range(rng.randrange(1, 9))
+        )
+        raw, n = text.encode(), rng.randrange(1, 5)
+        cuts = sorted([0, len(raw), *(rng.randrange(len(raw) + 1) for _ in range(rng.randrange(20)))])
+        pieces = [raw[a:b] for a, b in itertools.pairwise(cuts)]
+        units, lines = rewards.rank_units(pieces, n)
+        assert lines == [line for line in text.split("\n") if line.strip()]
+        before = [raw[:a].decode("utf-8", "surrogateescape").split("\n") for a in cuts[:-1]]
+        want = []
+        for parts in before:
+            done = sum(bool(p.strip()) for p in parts[:-1])
+            here = text.split("\n")[len(parts) - 1]
+            want.append(min(max(done + bool(here.strip()), 1), n + 1))
+        assert units == want
+
+
+@pytest.mark.parametrize("name", ("qwen3-tokenizer", "smollm2-tokenizer", "llama2", "word", "line", "byte"))
+def test_ranks_of_a_tokenized_list_are_its_lines_with_their_line_breaks(name):
+    """')' and a line break are one token in most vocabularies; it ends the rank of its title."""
+    text = "The Café (1991)\n東京物語 (1953)\n🎬 Heat (1995)\nfour (2004)\n"
+    if name.endswith("tokenizer"):
+        tokenizer = real(name)[0]
+    else:
+        tokenizer = sentencepiece(name) if name == "llama2" else lm.build_tokenizer(name, [text])
+    pieces = token_bytes(tokenizer)
+    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    ex = example()
+    for n in (2, 4, 6):
+        cfg = Config(answer="list", slate_size=n)
+        scored = score(rolled(ids), [ex], pieces, cfg, "rank")
+        units = scored.unit_ids[0].tolist()
+        shown = join([pieces[i] for i in ids])
+        for unit in range(1, n + 1):
+            got = b"".join(pieces[i] for i, u in zip(ids, units) if u == unit).decode()
+            assert got == "".join(shown.splitlines(keepends=True)[unit - 1 : unit])
+        assert units[-1] == min(4, n + 1) and units == sorted(units) and scored.reward.shape == (1, n + 1)
+        assert scored.parts["lines"] == [4.0]
+        assert score(rolled(ids), [ex], pieces, cfg, "sequence").unit_ids[0].tolist() == [1] * len(ids)
+
+
+def test_a_forced_prefix_of_a_list_is_read_and_not_trained():
+    """F18: the first title is forced, the completion goes on in its line."""
+    tokenizer = lm.build_tokenizer("byte", [])
+    pool = ["The Café (1991)", "Heat (1995)"]
+    ids = tokenizer("é (1991)\nHeat (1995)")["input_ids"]
+    cfg = Config(answer="list", slate_size=2, prefix="The Caf")
+    scored = score(
+        rolled(ids), [Example("1", "?", pool, {"The Café (1991)": 1.0})], token_bytes(tokenizer), cfg, "rank"
+    )
+    assert scored.reward.tolist() == [[1.0, 0.0, 0.0]] and scored.unit_ids[0].tolist() == [1] * 10 + [2] * 11
