@@ -63,6 +63,154 @@ def test_the_gold_of_the_world_is_what_comes_next_on_the_circle():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Forms of an answer
+
+
+THREE = {"tags": ["<P>", "</P>", "<S>", "</S>", "<R>", "</R>"], "phases": ["plan", "slate", "rank"]}
+
+
+@pytest.mark.parametrize("show_pool, order", ((True, "shuffled"), (True, "pool"), (False, "chain")))
+def test_a_demonstrated_list_is_the_ranking_and_then_the_rest_of_the_slate(show_pool, order):
+    """The same draws as with phases, other form: a title a line, each line ended, no tags."""
+    kw = {"show_pool": show_pool, "demo_order": order, "world_examples": 30}
+    for e, listed in zip(
+        data.load(Config(**kw), "train").examples, data.load(Config(answer="list", **kw), "train").examples
+    ):
+        body = e.demo.split("\n")
+        slate, ranking = body[1 : body.index("</SLATE>")], body[body.index("<RANK>") + 1 : -1]
+        assert listed.demo == "".join(f"{i}\n" for i in [*ranking, *(i for i in slate if i not in ranking)])
+        assert (listed.prompt, listed.gold, listed.candidates) == (e.prompt, e.gold, e.candidates)
+
+
+def test_a_demonstrated_plan_is_one_line_of_the_request():
+    cfg = Config(world_examples=20, **THREE)
+    for e, two in zip(data.load(cfg, "train").examples, data.load(Config(world_examples=20), "train").examples):
+        plan = f"<P>\n{e.history[-1]}\n</P>\n"
+        assert e.demo.startswith(plan)
+        words = two.demo
+        for old, new in zip(Config().tags, cfg.tags[2:]):
+            words = words.replace(old, new)
+        assert e.demo == plan + words
+    swapped = Config(
+        world_examples=5, tags=["<S>", "</S>", "<P>", "</P>", "<R>", "</R>"], phases=["slate", "plan", "rank"]
+    )
+    for e in data.load(swapped, "train").examples:
+        assert f"</S>\n<P>\n{e.history[-1]}\n</P>\n<R>" in e.demo
+
+
+def test_instruct_prompts_ask_for_the_form_that_is_demonstrated():
+    def prompt(**settings) -> str:
+        return data.load(Config(template="instruct", world_examples=8, **settings), "test").examples[0].prompt
+
+    phases, three, listed = prompt(), prompt(**THREE), prompt(answer="list")
+    assert all(t in phases for t in Config().tags) and all(t in three for t in THREE["tags"])
+    assert "Before that" in three and "Before that" not in phases
+    middle = prompt(tags=THREE["tags"], phases=["slate", "plan", "rank"])
+    assert (
+        "Between the two" in middle
+        and "between <P> and </P>, one per line" in middle
+        and "between <S> and </S>." in middle
+    )
+    assert "best first, one per line" in listed and not any(t in listed for t in Config().tags)
+    assert "10 titles" in listed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Built-in requests
+
+
+def requests(split="train", **settings) -> data.Split:
+    return data.load(Config(data="requests", **{"requests_examples": 400, **settings}), split)
+
+
+def test_a_request_belongs_to_one_split_and_its_titles_are_seen_not_gold():
+    splits = {s: requests(s) for s in ("train", "valid", "test")}
+    assert [len(s.examples) for s in splits.values()] == [400, 50, 50]
+    themes = data.requests_catalog(Config())
+    asked = {s: {frozenset(e.seen) for e in split.examples} for s, split in splits.items()}
+    assert sum(map(len, asked.values())) == len(set().union(*asked.values()))
+    for split in splits.values():
+        assert split.catalog == [t for theme in themes for t in theme] and len(set(split.catalog)) == 12 * 16
+        assert split.popularity == splits["train"].popularity and len({e.id for e in split.examples}) == len(
+            split.examples
+        )
+        for e in split.examples:
+            mood, *titles, end = e.prompt.split("\n")
+            (theme,) = [t for t in themes if e.seen[0] in t]
+            assert titles == e.seen and len(titles) == 2 and end == "" and data.MOODS[themes.index(theme)] in mood
+            assert set(e.seen) <= set(theme) and not set(e.seen) & set(e.gold) and set(e.gold) <= set(theme)
+            assert e.candidates == split.catalog and 1 <= len(e.responders) <= 5
+            assert all(len(r) == 3 for r in e.responders)
+            assert e.gold == {i: sum(i in r for r in e.responders) for r in e.responders for i in r}
+            assert list(e.gold.values()) == sorted(e.gold.values(), reverse=True)
+    assert {len(e.responders) for e in splits["train"].examples} == {1, 2, 3, 4, 5}
+    counts = splits["train"].popularity
+    assert sum(counts.values()) == sum(3 * len(e.responders) for e in splits["train"].examples)
+    assert splits["test"] == requests("test") != requests("test", data_seed=1)
+
+
+def test_disagreement_runs_from_the_same_best_titles_to_any_of_the_theme():
+    themes = data.requests_catalog(Config())
+    for e in requests(requests_disagreement=0.0).examples:
+        (theme,) = [t for t in themes if e.seen[0] in t]
+        best = [i for i in theme if i not in e.seen][:3]
+        assert all(list(r) == best for r in e.responders)
+    free = requests(requests_disagreement=1.0, requests_examples=1500).examples
+    places = np.array(
+        [next(t for t in themes if e.seen[0] in t).index(i) for e in free for r in e.responders for i in r]
+    )
+    share = np.bincount(places, minlength=16) / len(places)
+    assert len(places) > 10_000 and abs(share - 1 / 16).max() < 0.01
+    half = requests(requests_disagreement=0.5, requests_responders=4).examples
+    sizes = [len(e.gold) for e in half if len(e.responders) == 4]
+    assert 3 < np.mean(sizes) < 12 and max(len(e.responders) for e in half) == 4
+
+
+def test_rows_are_requests_taken_apart_by_responder_for_training_only():
+    """ReMaRk trains on requests, Rank-GRPO on rows: a request is drawn as often as it has responders."""
+    by_request, by_row = requests().examples, requests(draw="row").examples
+    assert len(by_row) == sum(len(e.responders) for e in by_request)
+    rows = iter(by_row)
+    for e in by_request:
+        for i, named in enumerate(e.responders):
+            row = next(rows)
+            assert row.id == f"{e.id}/{i}" and row.gold == named and row.responders == [named]
+            assert (row.prompt, row.seen, row.demo) == (e.prompt, e.seen, e.demo)
+    for split in ("valid", "test"):
+        assert requests(split, draw="row") == requests(split)
+
+
+def test_the_teacher_of_the_requests_knows_the_theme_but_neither_the_start_nor_to_stay():
+    """A fifth of the lines is of other themes; the rest runs around the theme's unseen titles from anywhere on."""
+    themes = data.requests_catalog(Config())
+    firsts, strays, lines = [], 0, 0
+    for e in requests(requests_examples=1000).examples:
+        (theme,) = [t for t in themes if e.seen[0] in t]
+        unseen = [t for t in theme if t not in e.seen]
+        shown = e.demo.splitlines()
+        assert e.demo.endswith("\n") and len(shown) == len(set(shown)) == 10 and not set(shown) & set(e.seen)
+        own = [(j, unseen.index(t)) for j, t in enumerate(shown) if t in theme]
+        starts = {(at - j) % len(unseen) for j, at in own}
+        assert len(starts) == 1
+        firsts += starts
+        strays += sum(t not in theme for t in shown)
+        lines += len(shown)
+    assert abs(strays / lines - data.STRAY) < 0.02 and set(firsts) == set(range(14))
+
+
+def test_too_many_themes_or_requests_end_in_one_line(capsys, monkeypatch):
+    for settings, word in (
+        ({"requests_themes": 99}, "24 themes"),
+        ({"requests_themes": 24, "requests_items": 100}, "titles"),
+    ):
+        assert word in error_of(capsys, lambda settings=settings: requests(**settings))
+    few = requests(requests_themes=2, requests_items=5)  # few requests repeat within a split, as in the world
+    assert len(few.examples) == 400 > len({e.prompt for e in few.examples})
+    monkeypatch.setattr(data, "stable_hash", lambda text: 0)  # all of them belong to train
+    assert "too few" in error_of(capsys, lambda: requests("test"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # MovieLens
 
 RATINGS = [  # user, movie, rating, time: neither sorted by user nor by time, with equal times
@@ -511,6 +659,9 @@ def test_show_prints_an_example_and_list_names_every_source(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "Question 0?" in out and "characters)" in out and max(map(len, out.split("\n"))) < 1000
     assert "gold: T0." in out and "demonstration:\n<SLATE>" in out
+    data.main(["show", "requests", "-n", "1"])
+    out = capsys.readouterr().out
+    assert "responder 1:" in out and "catalog: 192 titles" in out and "<SLATE>" not in out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
