@@ -12,9 +12,10 @@ from test_train import CPU, TINY, go, lines, on_cpu, warm  # noqa: F401
 import data
 import eval as evaluation
 import model
+import rewards
 from config import Config, parse
 from eval import paired_bootstrap, ranking_metrics
-from rollout import demonstrations
+from rollout import Rollout, demonstrations
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,45 @@ def test_a_request_with_many_answers_counts_once():
     assert evaluation.mean_by_request([], []) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("hits, gold, k, recall, dcg, usual, cut", (
+    ([0, 1, 0, 1], 6, 5, 0.333333, 1.061606, 0.360055, 0.414430), ([1, 0, 0, 0, 0], 3, 5, 0.333333, 1, 0.469279, 0.469279),
+    ([0, 1], 2, 5, 0.5, 0.630930, 0.386853, 0.386853), ([1], 4, 5, 0.25, 1, 0.390380, 1.0),
+    ([0, 0, 0, 1] + [0] * 16, 2, 20, 0.5, 0.430677, 0.264068, 0.264068),
+))  # fmt: skip
+def test_metrics_of_hits_by_hand(hits, gold, k, recall, dcg, usual, cut):
+    """rank_grpo.md 13.7: the usual ideal has min(k, gold) places, the released one also ends with the list."""
+    m = evaluation.hit_metrics(hits, gold, [k])
+    assert m[f"recall@{k}"] == pytest.approx(recall, abs=1e-6) and m[f"ndcg@{k}"] == pytest.approx(usual, abs=1e-6)
+    ideal = sum(1 / math.log2(i + 1) for i in range(1, min(gold, k) + 1))
+    assert m[f"ndcg@{k}"] * ideal == pytest.approx(dcg, abs=1e-6)
+    assert m[f"hit@{k}"] == 1 and m["mrr"] == 1 / (hits.index(1) + 1)
+    recs = [(f"g{i}" if h else f"m{i}", 2000) for i, h in enumerate(hits)]
+    truth = [r for r, h in zip(recs, hits) if h] + [(f"absent{i}", 2000) for i in range(gold - sum(hits))]
+    for scores in evaluation.list_variants(recs, truth, recs, [], k).values():
+        assert scores == pytest.approx({"recall": recall, "ndcg": usual, "ndcg_list_ideal": cut}, abs=1e-6)
+    assert (
+        set(evaluation.hit_metrics([0, 0], 3, [1, 2]).values())
+        == {0.0}
+        == set(evaluation.hit_metrics([], 0, [1]).values())
+    )
+
+
+def test_three_ways_to_cut_a_list_with_inadmissible_items():
+    """rank_grpo.md 13.7."""
+    recs = [(t, 2000) for t in ("ooc", "hit", "seen", "miss", "hit2", "miss2")]
+    out = evaluation.list_variants(recs, [("hit", 2002), ("hit2", 2000)], recs[1:], ["seen"], 4)
+    want = {"filter_then_cut": (1.0, 0.919721), "cut_then_filter": (0.5, 0.613147), "positional": (0.5, 0.386853)}
+    for name, (recall, ndcg) in want.items():
+        assert (out[name]["recall"], out[name]["ndcg"]) == pytest.approx((recall, ndcg), abs=1e-6)
+    empty = evaluation.list_variants([], [("hit", 2002)], recs, [], 4)
+    assert all(set(v.values()) == {0.0} for v in empty.values())
+
+
+@pytest.mark.parametrize("n, c, k", [(n, c, k) for n in (1, 2, 5, 8) for c in range(n + 1) for k in range(1, n + 1)])
+def test_pass_at_k_is_the_share_of_draws_with_a_correct_sample(n, c, k):
+    assert evaluation.pass_at_k(n, c, k) == pytest.approx(1 - math.comb(n - c, k) / math.comb(n, k))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Intervals
 
@@ -135,7 +175,7 @@ def test_perfect_answers_reach_the_ceiling_of_every_metric(sft, monkeypatch):
     """Demonstrations of a perfect teacher, sent through the real parser: what no model can beat."""
     cfg, policy, examples, prompts = opened(sft, "--world_slack 0 --ndcg_gain exp")
     ids = [policy.tokenizer(e.demo, add_special_tokens=False)["input_ids"] + [1] for e in examples]
-    monkeypatch.setattr(evaluation, "rollout", lambda m, p, *a, **k: demonstrations(p, ids, CPU))
+    monkeypatch.setattr(evaluation, "rollout", lambda m, p, *a, **k: demonstrations(p, [[i] for i in ids], CPU))
     out = evaluation.means(evaluation.evaluate(policy, examples, prompts, cfg))
     ceiling = {"recall@1": 1 / 2, "recall@2": 1, "slate_recall": 1, "slate_precision": 2 / 4}
     ceiling |= {"precision@1": 1, "precision@2": 1}
@@ -148,11 +188,106 @@ def test_a_malformed_answer_scores_zero_and_is_counted(sft, monkeypatch):
     cfg, policy, examples, prompts = opened(sft, "--world_slack 0")
     ids = [policy.tokenizer(e.demo, add_special_tokens=False)["input_ids"] for e in examples]
     ids = [[*x, 1] if i % 2 else [*x[:-1], 1] for i, x in enumerate(ids)]
-    monkeypatch.setattr(evaluation, "rollout", lambda m, p, *a, **k: demonstrations(p, ids, CPU))
+    monkeypatch.setattr(evaluation, "rollout", lambda m, p, *a, **k: demonstrations(p, [[i] for i in ids], CPU))
     rows = evaluation.evaluate(policy, examples, prompts, cfg)
     assert [row["metrics"]["invalid"] for row in rows] == [1.0, 0.0] * 4
     assert rows[0]["ranking"] == [] and rows[0]["metrics"]["slate_recall"] == 0
     assert evaluation.means(rows)["hit@1"] == 0.5
+
+
+LISTED = "--data requests --requests_examples 40 --eval_k 1 3 --layers 1 --width 32 --slate_size 4 --method sft".split()
+
+
+def answers(policy, texts: list[str]) -> Rollout:
+    """Texts as completions that end, one per prompt."""
+    rows = [[*policy.tokenizer(t, add_special_tokens=False)["input_ids"], policy.tokenizer.eos_token_id] for t in texts]
+    width, n = max(map(len, rows)), len(rows)
+    tokens = torch.tensor([r + [0] * (width - len(r)) for r in rows])
+    mask = torch.arange(width) < torch.tensor([len(r) for r in rows])[:, None]
+    return Rollout([[3]] * n, tokens, torch.zeros(tokens.shape), mask, torch.arange(n), torch.ones(n, dtype=torch.bool))
+
+
+def test_a_list_is_scored_for_each_responder_and_averaged_over_the_request(monkeypatch):
+    """remark.md 11.7: row recalls 0.5 / 0, 1 / 0.2, 0.4, 0, 0, 0.4 -> per row 0.3125, per request 0.4. In the means of the
+    rows both stand: recall weighs requests alike, row_recall (request, responder) rows."""
+    cfg = parse([*LISTED, "--eval_k", "2", "--best_metric", "recall@2"])
+    pool = [f"t{i} (2000)" for i in range(40)]
+    people = [[pool[1:3]], [pool[4:5], pool[0:1]],
+              [pool[0:1] + pool[5:9], pool[0:2] + pool[5:8], pool[9:11], pool[11:12], pool[0:2] + pool[9:12]]]  # fmt: skip
+    examples = [data.Example(str(x), "?", pool, {}, responders=[dict.fromkeys(r, 1.0) for r in some])
+                for x, some in enumerate(people)]  # fmt: skip
+    mean = evaluation.people_per_request(examples)
+    rows = [{"metrics": evaluation.list_metrics(e, pool[:2], cfg, mean)} for e in examples]
+    assert evaluation.means(rows)["row_recall@2"] == pytest.approx(0.3125)
+    assert evaluation.means(rows)["recall@2"] == pytest.approx(0.4)
+    assert evaluation.list_metrics(examples[1], [None, *pool[:1]], cfg, mean)["mrr"] == 1 / 4  # positions as trained
+
+
+def test_perfect_lists_reach_the_ceiling_and_bad_lines_keep_their_places(monkeypatch):
+    """All people of a request name the same three best titles; the list says them in order, or behind a line of prose, or
+    with a seen title in front."""
+    cfg = parse([*LISTED, "--requests_disagreement", "0", "--best_metric", "row_recall@3"])
+    split = data.load(cfg, "test")
+    policy = evaluation.open_policy(cfg, data.load(cfg, "train"), CPU)
+    policy = evaluation.Policy(policy.model, *read_bytes(), [1], policy.dtype)
+    examples = split.examples
+    prompts = [[3]] * len(examples)
+
+    def means(before: list[str], **extra) -> dict:
+        texts = ["\n".join([*(b.format(seen=e.seen[0]) for b in before), *e.responders[0]]) for e in examples]
+        monkeypatch.setattr(evaluation, "rollout", lambda *a, **k: answers(policy, texts))
+        return evaluation.means(evaluation.evaluate(policy, examples, prompts, cfg))
+
+    best = means([])
+    ceiling = {f"{m}@3": 1.0 for m in ("recall", "ndcg", "hit", "row_recall")} | {
+        "mrr": 1.0,
+        "lines": 3.0,
+        "finished": 1.0,
+    }
+    assert {k: best[k] for k in ceiling} == pytest.approx(ceiling)
+    assert (
+        best["recall@1"] == pytest.approx(1 / 3)
+        and best["invalid"] == best["unparsable"] == best["out_of_catalog"] == 0
+    )
+    ndcg = (1 / math.log2(3) + 1 / 2) / (1 + 1 / math.log2(3) + 1 / 2)
+    for before, key, share in (
+        ("Here you go:", "unparsable", 1 / 4),
+        ("{seen}", "duplicates", 0),
+        ("No (1900)", "out_of_catalog", 1 / 4),
+    ):
+        out = means([before])
+        assert (out["mrr"], out["hit@1"], out["recall@3"], out["ndcg@3"]) == pytest.approx((1 / 2, 0, 2 / 3, ndcg))
+        assert out[key] == pytest.approx(share) and out["lines"] == 4
+    rows = evaluation.evaluate(policy, examples, prompts, cfg)
+    assert rows[0]["ranking"] == [None, *examples[0].responders[0]] and rows[0]["text"].startswith("No (1900)\n")
+    json.dumps(rows)
+
+
+def read_bytes() -> tuple:
+    tokenizer = model.build_tokenizer("byte", [])
+    return tokenizer, rewards.token_bytes(tokenizer)
+
+
+def test_baselines_of_lists_leave_out_what_the_request_names():
+    cfg = parse([*LISTED, "--slate_size", "192", "--eval_k", "1", "190", "--best_metric", "recall@1"])
+    split = data.load(cfg)
+    for kind in ("random", "popularity"):
+        rows = evaluation.baseline_rows(kind, split, cfg)
+        for row, e in zip(rows, split.examples):
+            assert len(row["ranking"]) == 190 and not set(row["ranking"]) & set(e.seen)
+        assert evaluation.means(rows)["recall@190"] == 1.0
+    taken = [split.popularity.get(i, 0) for i in rows[0]["ranking"]]
+    assert taken == sorted(taken, reverse=True)
+
+
+def test_an_untrained_model_is_evaluated_on_lists_end_to_end(tmp_path):
+    """Every metric that may choose the best checkpoint is there."""
+    cfg = parse([*LISTED, "--max_new_tokens", "8", "--best_metric", "recall@3"])
+    split = data.load(cfg, "valid")
+    policy = evaluation.open_policy(cfg, data.load(cfg, "train"), CPU)
+    out = evaluation.means(evaluation.evaluate(policy, *data.fit(split, policy.tokenizer, cfg), cfg))
+    for name in [f"{m}@{k}" for m in ("recall", "hit", "ndcg", "row_recall") for k in (1, 3)] + ["mrr"]:
+        assert name in out and parse([*LISTED, "--best_metric", name]).best_metric == name
 
 
 def test_rows_do_not_depend_on_what_is_decoded_beside_them(sft):
