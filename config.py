@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import yaml
 
-from losses import AGGREGATES, METHODS, resolve
+from losses import AGGREGATES, METHODS, Cap, Clip, Method, resolve
 
 
 @dataclass
@@ -337,6 +337,9 @@ class Config:
     """Checkpoints kept besides the best."""
     log_samples: int = 2
     """Decoded rollouts written to samples.jsonl at each step."""
+    diagnose_every: int = 0
+    """Methods with phases: steps between measurements of how the phases' gradients get along (costs some backward passes);
+    0: never."""
 
 
 CHOICES = {  # fields whose value is one word of a short list; checked before anything is loaded
@@ -378,7 +381,7 @@ AT_LEAST = {  # smallest allowed value
     ),
     **dict.fromkeys("batch_size micro_tokens mu min_count ndcg_k world_gold world_examples keep".split(), 1),
     **dict.fromkeys(
-        "seed data_seed max_examples warmup log_samples eval_every eval_examples save_every ddof".split(), 0
+        "seed data_seed max_examples warmup log_samples eval_every eval_examples save_every ddof diagnose_every".split(), 0
     ),
     **dict.fromkeys("temperature lr min_lr weight_decay grad_clip beta lam adv_eps world_noise world_slack".split(), 0),
     **dict.fromkeys("eval_temperature min_rating year_tolerance consensus".split(), 0),
@@ -511,6 +514,7 @@ def check_training(cfg: Config, world_size: int) -> None:
              f"use {max(1, cfg.batch_size // world_size) * world_size}")  # fmt: skip
     if cfg.credit == "causal" and row.unit == "sequence":
         fail(f"--credit causal needs a method with phases; {cfg.method} has one unit per sample")
+    check_options(cfg, row)
     if cfg.kl == "k2" and cfg.kl_ratio and cfg.beta:
         fail("--kl k2 with --kl_ratio has a wrong gradient: use --kl k3 (or k1), or --kl_ratio false")
     if row.unit == "phase" and answer_of(cfg) == "list":
@@ -527,6 +531,62 @@ def check_training(cfg: Config, world_size: int) -> None:
     if cfg.best_metric not in names:
         near = difflib.get_close_matches(cfg.best_metric, names, 1, 0)[0]
         fail(f"--best_metric {cfg.best_metric!r} is not evaluated; nearest: {near!r}")
+
+
+COLUMNS = "reward invalid duplicates length finished efficiency"  # of every score table
+COLUMNS_OF = {"phases": "slate_recall slate_precision rank_ndcg out_of_pool", "list": "hits recall dcg unparsable lines"}
+
+
+def check_options(cfg: Config, row: Method) -> None:
+    """Options on top of a row that would do nothing, or something else than they say."""
+    sampled = row.source == "sample"
+    grouped = sampled and row.baseline in ("mean", "loo")
+    phases = row.unit == "phase"
+    for key, fits, needs in [
+        ("focal_gamma", grouped, "a method that compares samples of a prompt"),
+        ("smoothing", grouped, "a method that compares samples of a prompt"),
+        ("keep_samples", grouped, "a method that compares samples of a prompt"),
+        ("keep_by_difficulty", grouped, "a method that compares samples of a prompt"),
+        ("refill", grouped, "a method that compares samples of a prompt"),
+        ("focal_ema", cfg.focal_gamma, "--focal_gamma above 0"),
+        ("dual_clip", isinstance(row.clip, Clip) and row.ratio != "none", "a method with a clipped ratio"),
+        ("tis", sampled and row.ratio != "none", "a method with a ratio"),
+        ("entropy", sampled, "a method that samples"),
+        ("kl_fuse", sampled, "a method that samples"),
+        ("diagnose_every", sampled and phases, "a method with phases"),
+        ("weights", row.unit in ("phase", "rank"), "a method with several units"),
+    ]:
+        if getattr(cfg, key) and not fits:
+            fail(f"--{key} {getattr(cfg, key)}: needs {needs}; {cfg.method} is not such")
+    if cfg.lam_schedule != "constant" and not (phases and not cfg.weights):
+        fail(f"--lam_schedule {cfg.lam_schedule}: needs a method with phases, and no --weights")
+    units = {"phase": len(cfg.phases), "rank": cfg.slate_size + 1}.get(row.unit, 1)
+    if cfg.weights and len(cfg.weights) != units:
+        fail(f"--weights {' '.join(map(str, cfg.weights))}: {units} numbers are needed, one for each unit")
+    if isinstance(row.clip, Cap) and max(cfg.clip_low, cfg.clip_high) >= 0:
+        fail(f"--clip_low, --clip_high: {cfg.method} caps its weights instead; use --cispo_cap")
+    if not isinstance(row.clip, Cap) and cfg.cispo_cap >= 0:
+        fail(f"--cispo_cap {cfg.cispo_cap}: {cfg.method} clips its ratio; use --clip_low and --clip_high")
+    if isinstance(row.clip, Cap) and row.ratio != "token":
+        fail(f"--ratio {row.ratio}: the weights of {cfg.method} are those of tokens; use --ratio token")
+    if 0 < cfg.dual_clip <= 1 + (row.clip.high if row.clip else 0):
+        fail(f"--dual_clip {cfg.dual_clip} must lie above the upper clip bound {1 + row.clip.high:g}")
+    least = min(cfg.keep_by_difficulty or [cfg.keep_samples or 2])
+    if not 2 <= least or max([cfg.keep_samples, *cfg.keep_by_difficulty]) > cfg.group_size:
+        fail(f"--keep_samples {cfg.keep_samples} --keep_by_difficulty {cfg.keep_by_difficulty}: from 2 to --group_size "
+             f"{cfg.group_size} samples can be kept")  # fmt: skip
+    columns = f"{COLUMNS} {COLUMNS_OF[answer_of(cfg)]}".split()
+    if (name := cfg.keep_by.removeprefix("-")) not in columns:
+        near = difflib.get_close_matches(name, columns, 1, 0)[0]
+        fail(f"--keep_by {cfg.keep_by!r} is no column of the scores; nearest: {near!r} (with - in front: largest first)")
+    if row.source == "pairs" and not cfg.beta:
+        fail(f"--beta 0: {cfg.method} compares with the start weights, so its beta must be above 0")
+    if row.source == "pairs" and cfg.pair_source == "model" and cfg.group_size < cfg.good_answers + cfg.bad_answers:
+        fail(f"--group_size {cfg.group_size} is smaller than --good_answers {cfg.good_answers} + --bad_answers {cfg.bad_answers}")
+    if row.source == "demo" and cfg.beta:
+        fail(f"--beta {cfg.beta}: {cfg.method} learns from demonstrations, which no KL can be measured on; use --beta 0")
+    if cfg.kl_in == "reward" and cfg.kl != "k1" and cfg.beta and sampled:
+        fail(f"--kl {cfg.kl} --kl_in reward: in a reward only k1 has the KL's gradient; use --kl k1")
 
 
 class Parser(argparse.ArgumentParser):

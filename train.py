@@ -69,13 +69,14 @@ def main(cfg: Config) -> dict[str, float]:
         got = credit(scored, roll, look, method, cfg, unit_weights_at(cfg, method, step, scored, roll), ema, all_sum)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(cfg, step) * float(memory.rate) * group["factor"]
-        metrics = update(policy, critic, optimizer, roll, look, got, cfg, method, memory)
+        due = lambda every, done=step + 1: done == cfg.steps or (every > 0 and done % every == 0)  # noqa: E731
+        extra = diagnose(policy, roll, look, got, cfg, method) if cfg.diagnose_every and due(cfg.diagnose_every) else {}
+        metrics = update(policy, critic, optimizer, roll, look, got, cfg, method, memory) | extra
         if memory.blown and int(memory.blown) % 3 == 0:
             run.restore_best(policy)
         metrics |= describe(scored, got, roll, cfg) | {"lr": optimizer.param_groups[0]["lr"]}
 
         done, leaving = step + 1, bool(all_sum(torch.tensor(float(stop.asked), device=device)))
-        due = lambda every, done=done: done == cfg.steps or (every > 0 and done % every == 0)  # noqa: E731
         if due(cfg.eval_every):
             latest = means(evaluate(policy, *held_out, cfg))
             metrics |= {f"valid/{k}": v for k, v in latest.items()}
@@ -251,8 +252,8 @@ def update(
 
     denom = divisor(unit_ids, method.aggregate, units, method.apart)
     kl_denom = divisor((kl_ids > 0).long(), method.aggregate)
-    each = divisor(unit_ids, "token_mean")
-    share = each if method.ratio in ("none", "token", "unit") else divisor(unit_ids, "seq_mean")
+    each = divisor((unit_ids > 0).long(), "token_mean")
+    share = divisor((unit_ids > 0).long(), "seq_mean") if method.ratio.startswith("sequence") else each
     weight = truncated_weight(look.logp_old, roll.logp, cfg.tis) if cfg.tis else None
     beta = cfg.beta if cfg.kl_in == "loss" and method.source == "sample" else 0.0
     logp_ref = look.logp_ref if method.source == "sample" else None
@@ -305,6 +306,38 @@ def update(
         # the last epoch's, where the ratio has left 1 (F25); entropy, KL per token and gaps are measured in the first
         metrics |= found | {"skipped": float(not applied)} | ({"fused": float(blown)} if cfg.kl_fuse else {})
     return metrics
+
+
+def diagnose(policy: Policy, roll: Rollout, look: Look, got: Credit, cfg: Config, method: Method) -> dict[str, float]:
+    """How the phases' gradients get along (no update). cosine: between the slate's gradient and the ranking's; cross: the
+    part of a joint advantage's gradient that crosses phases, |cross| / (|own| + |cross|), where own is what F-GRPO keeps and
+    cross what the other phases' advantages would add on a phase's tokens."""
+    if method.unit != "phase":
+        return {}
+    ids, units = got.unit_ids, count_units(method, cfg)
+    denom = denominators(ids, method.aggregate, units, cfg.max_new_tokens, roll.group, method.apart, all_sum)
+    model = policy.model
+
+    def gradient(token_adv: torch.Tensor) -> list[torch.Tensor]:
+        for rows in micro_batches(roll, cfg.micro_tokens):
+            logp, _ = forward(model, roll, rows, lm.completion_logp, temperature=cfg.temperature, dtype=policy.dtype)
+            policy_loss(logp, look.logp_old[rows], token_adv[rows], ids[rows], denom[rows], method, 1.0)[0].backward()
+        grads = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
+        model.zero_grad(set_to_none=True)
+        return [g for g in grads if g is not None]
+
+    def dot(a: list, b: list) -> float:
+        total = sum((x * y).sum() for x, y in zip(a, b))
+        return float(total.full_tensor() if hasattr(total, "full_tensor") else total)
+
+    by_unit = [gradient(torch.where(ids == u + 1, got.token_adv, 0)) for u in range(units)]
+    own = [sum(g) for g in zip(*by_unit)]
+    others = got.adv.sum(1, keepdim=True) - got.adv
+    cross = gradient(spread(others, ids).float())
+    norms = [math.sqrt(dot(g, g)) for g in (by_unit[-2], by_unit[-1], own, cross)]
+    tiny = 1e-30
+    return {"cosine": dot(by_unit[-2], by_unit[-1]) / max(tiny, norms[0] * norms[1]),
+            "cross": norms[3] / max(tiny, norms[2] + norms[3])}  # fmt: skip
 
 
 @dataclass
