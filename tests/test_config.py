@@ -126,6 +126,29 @@ def test_the_dumped_settings_parse_to_the_same_settings():
         assert list(yaml.safe_load(dump(cfg))) == list(FIELDS)
 
 
+def test_the_gamma_of_the_returns_may_be_infinite_everywhere():
+    assert parse([]).returns_gamma == float("inf") == parse(["--returns_gamma", "inf"]).returns_gamma
+    assert parse(["--returns_gamma", "2"]).returns_gamma == 2.0
+    assert parse(["--config", save("returns_gamma: .inf"), "--returns", "log"]).returns_gamma == float("inf")
+    assert parse(["--config", save("returns_gamma: 3", "three.yaml"), "--returns_gamma", "inf"]).returns_gamma == float(
+        "inf"
+    )
+
+
+def test_the_form_of_an_answer_follows_from_data_and_method():
+    """Said, it is what was said; else lists for data of lists and for methods that reward ranks."""
+
+    def form(text: str) -> str:
+        return config.answer_of(parse(text.split(), training=False))
+
+    assert form("") == form("--method sft") == form("--method grpo --data movielens") == "phases"
+    assert form("--data requests") == form("--method rank_grpo") == form("--method grpo --answer list") == "list"
+    assert form("--method rank_grpo --answer phases") == "phases"
+    three = parse("--phases plan slate rank --tags a b c d e f".split())
+    assert three.phases == ["plan", "slate", "rank"] and len(three.tags) == 6
+    parse("--method grpo --answer list --rank_size 5 --slate_size 3".split())  # a list has no ranking to fit in
+
+
 def test_every_file_under_configs_parses():
     for name in sorted(os.listdir(os.path.join(ROOT, "configs"))):
         if name.endswith(".yaml"):
@@ -176,6 +199,26 @@ BAD_FLAGS = {  # what is wrong -> flags, words of the message
     "warmup to the end": ("--steps 10 --warmup 10", "--warmup --steps 10"),
     "chain with a pool": ("--demo_order chain", "--demo_order pool"),
     "positions for instruct": ("--rank_form position --template instruct", "--rank_form terse"),
+    "no such phase": ("--phases slate think rank --tags a b c d e f", "--phases 'think'"),
+    "ranking before slate": ("--phases rank slate", "--phases one rank"),
+    "two slates": ("--phases slate slate rank --tags a b c d e f", "--phases one slate"),
+    "tags of two for three": ("--phases plan slate rank", "--tags 6 plan"),
+    "lists with tags": ("--method grpo --data requests --answer phases", "--answer requests"),
+    "phases on a list": ("--data requests", "--method fgrpo phases"),
+    "phases on a list, said": ("--answer list", "--method fgrpo phases"),
+    "ranks on phases": ("--method rank_grpo --answer phases --best_metric mrr", "--method rank_grpo --answer"),
+    "slate metric of a list": (
+        "--method grpo --answer list --best_metric slate_recall",
+        "--best_metric 'slate_recall'",
+    ),
+    "index of requests": ("--method grpo --data requests --item_form index", "--item_form requests"),
+    "named over items": ("--requests_named 5 --requests_items 6", "--requests_named --requests_items"),
+    "disagreement over 1": ("--requests_disagreement 1.1", "--requests_disagreement"),
+    "quota of all": ("--tail_quota 1", "--tail_quota"),
+    "gamma below 1": ("--returns_gamma 0.5", "--returns_gamma 1"),
+    "minus infinity": ("--returns_gamma=-inf", "--returns_gamma"),
+    "infinite consensus": ("--consensus inf", "--consensus"),
+    "overlong over 1": ("--overlong 1.5", "--overlong"),
     "file not there": ("--config nowhere.yaml", "nowhere.yaml No such file"),
     "folder as file": ("--config .", "config ."),
     "nothing to resume": ("--resume --run_dir nowhere", "--resume nowhere"),
