@@ -15,7 +15,10 @@ import torch
 
 import rewards
 from eval import list_variants, mean_by_request, paired_bootstrap, pass_at_k, ranking_metrics
-from losses import METHODS, advantages, denominators, kl_estimate, policy_loss, spread, unit_weights
+from losses import (
+    METHODS, Cap, advantages, best_of, denominators, focal_weight, gae, informative, kl_estimate, length_control, log_ratio,
+    policy_loss, spread, success_rate, tail_miss, unit_weights,
+)  # fmt: skip
 from model import token_logp
 
 FOLDER = Path(os.environ.get("GOLDEN_DIR") or Path(__file__).parent / "golden")
@@ -24,10 +27,9 @@ CASES = [
 ]
 
 # Subjects that no method of the code needs yet; a name leaves this list when its runner comes.
-LATER = """adv_dynamic_sampling adv_focal adv_gfpo adv_rank adv_rank_length_control gae loss_cispo
-    loss_dual_clip loss_gspo loss_gspo_token loss_rank tail_miss""".split()
+LATER: list[str] = []
 # Expected keys that the code cannot express, with the reason.
-NOT_EXPRESSED = {"logits_logprob_entropy": ["grad_entropy_sum"]}  # the entropy is logged only, it carries no gradient
+NOT_EXPRESSED: dict[str, list[str]] = {}
 
 
 def tensor(x) -> torch.Tensor:
@@ -69,6 +71,67 @@ def adv_phase(slate_rewards, rank_rewards, valid_format, format_penalty, group_i
     }  # fmt: skip
 
 
+def adv_rank(rewards, group_ids, num_ranks, eps, rank_ids):
+    known = tensor([[math.nan if r is None else r for r in row] for row in rewards])
+    present, group = ~known.isnan(), integers(group_ids)
+    zero = all_variants(known.nan_to_num(), torch.ones_like(present), group, eps)
+    tokens = spread(zero["mean_std_ddof1"], integers(rank_ids) + 1)
+    return {
+        "missing_zero": zero,
+        "missing_excluded": all_variants(known, present, group, eps),
+        "token_advantages": tokens,
+    }
+
+
+def adv_rank_length_control(item_advantages, unit_ids, eos_index, num_ranks, end_value, early_value, overflow_value):
+    ids = (integers(unit_ids) + 1).clamp(max=num_ranks + 1)
+    end = torch.tensor([[t == at for t in range(ids.shape[1])] for at in eos_index])
+    adv = spread(torch.nn.functional.pad(tensor(item_advantages), (0, 1)), ids)
+    out = length_control(adv, ids, end, num_ranks, (end_value, early_value, overflow_value))
+    return {"token_advantages": torch.where(ids > 0, out, 0)}
+
+
+def by_group(x, group) -> list:
+    """A number of each group (of its rows, which agree), in increasing order of id."""
+    return [x[group == g][0].item() for g in group.unique()]
+
+
+def adv_focal(rewards, correct, group_ids, gamma, eps):
+    group, every = integers(group_ids), torch.ones(len(rewards), 1, dtype=torch.bool)
+    rate = success_rate(tensor(correct)[:, None], every, group)
+    weight = focal_weight(rate, gamma)
+    out = {k: (weight * v)[:, 0] for k, v in all_variants(tensor(rewards)[:, None], every, group, eps).items()}
+    return out | {"success_rate": by_group(rate, group), "weight": by_group(weight, group)}
+
+
+def adv_gfpo(rewards, lengths, group_ids, k, metric, eps):
+    reward, length, group = tensor(rewards), tensor(lengths), integers(group_ids)
+    score = {"shortest": length, "token_efficiency": -reward / length.clamp(min=1)}[metric]
+    keep = best_of(score, group, k)
+    out = all_variants(reward[:, None], keep[:, None], group, eps)
+    return {k: v[:, 0] for k, v in out.items()} | {"keep": keep.long()}
+
+
+def adv_dynamic_sampling(rewards, correct, valid, group_ids):
+    group, valid = integers(group_ids), integers(valid)[:, None] > 0
+    spread_of, mixed = (informative(tensor(x)[:, None], valid, group).long() for x in (rewards, correct))
+    kept = by_group(mixed, group)
+    return {"keep_by_variance": by_group(spread_of, group), "keep_by_accuracy": kept,
+            "keep_rows": (mixed * valid)[:, 0], "effective_fraction": sum(kept) / len(kept)}  # fmt: skip
+
+
+def golden_gae(rewards, values, mask, gamma, lam, last_value):
+    adv, returns = gae(tensor(rewards), tensor(values), integers(mask), gamma, lam, tensor(last_value))
+    return {"advantages": adv, "returns": returns}
+
+
+def golden_tail_miss(tau, mu, N=None, N_max=None):
+    if N_max is None:
+        return {"miss": tail_miss(mu, tau, N), "active": tail_miss(mu, 0.0, N)}  # what cannot be hit is always missed
+    best = max(range(1, N_max + 1), key=lambda n: tail_miss(mu, tau, n))
+    return {"argmax_N": best, "miss_at_argmax": tail_miss(mu, tau, best)}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Losses
 
@@ -82,41 +145,80 @@ AGGREGATES = {"rank_mean": "unit_mean", "rank_mean_present": "unit_mean_present"
 MODES = "seq_mean seq_mean_nonempty token_mean const_len rank_mean rank_mean_present".split()
 
 
-def units_of(mode, mask, rank_ids, num_ranks) -> tuple[torch.Tensor, int]:
-    """unit_ids and U of an aggregation mode: list positions as units, or the whole row as one."""
+def ranks_of(mask, rank_ids, num_ranks) -> torch.Tensor:
+    """unit_ids of lists: positions from 1, and num_ranks + 1 for what belongs to none."""
+    inside = (rank_ids >= 0) & (rank_ids < num_ranks)
+    return torch.where(mask > 0, torch.where(inside, rank_ids + 1, num_ranks + 1), 0)
+
+
+def units_of(mode, mask, rank_ids, num_ranks) -> tuple[torch.Tensor, int, torch.Tensor]:
+    """unit_ids, U and the tokens that count (bool) of an aggregation mode: positions of a list, or the row as one unit."""
     if not mode.startswith("rank"):
-        return mask, 1
-    return torch.where((mask > 0) & (rank_ids >= 0) & (rank_ids < num_ranks), rank_ids + 1, 0), num_ranks
+        return mask, 1, mask > 0
+    ids = ranks_of(mask, rank_ids, num_ranks)
+    return ids, num_ranks, (ids > 0) & (ids <= num_ranks)
 
 
 def token_loss(
-    logp_new, logp_old, advantages, mask, rank_ids, num_ranks, const_length, eps_low, eps_high,
-    logp_ref=None, beta=0.0, kl_importance_weight=False, global_token_count=None,
+    logp_new, logp_old, advantages, mask, rank_ids, num_ranks, const_length, eps_low=0.0, eps_high=0.0,
+    logp_ref=None, beta=0.0, kl_importance_weight=False, global_token_count=None, dual_c=0.0, ratio="token", clip=None,
 ):  # fmt: skip
     logp, old, mask, ranks = tensor(logp_new).requires_grad_(), tensor(logp_old), integers(mask), integers(rank_ids)
-    row = replace(METHODS["grpo"], clip=(eps_low, eps_high))
+    row = replace(METHODS["grpo"], ratio=ratio, clip=clip or (eps_low, eps_high))
     adv = tensor(advantages)
     adv = spread(adv[:, None], mask) if adv.dim() == 1 else adv
-    count, group = max(1, int(mask.sum())), torch.zeros(len(mask), dtype=torch.int64)
+    group = torch.zeros(len(mask), dtype=torch.int64)
+    # shares of a sequence's ratio count rows, those of a token's or unit's count tokens
+    count = denominators(mask, "seq_mean" if ratio.startswith("sequence") else "token_mean", 1, 1, group)
+    levels = ranks_of(mask, ranks, num_ranks) if ratio == "unit" else mask
 
-    def run(ids, denom):
+    def run(ids, denom, counts):
         ref = None if logp_ref is None else tensor(logp_ref)
-        return policy_loss(logp, old, adv, ids, denom, row, count, ref, ids, denom, beta, "k3", kl_importance_weight)
+        return policy_loss(logp, old, torch.where(counts, adv, 0), ids, denom, row, count, ref, counts.long(), denom, beta, "k3",
+                           kl_importance_weight, dual_c)  # fmt: skip
 
     ones = torch.ones_like(logp).requires_grad_()
-    loss, metrics = run(mask, ones)
+    loss, metrics = run(levels, ones, mask > 0)
     out = {"per_token_loss": per_token(loss, ones), "loss": {}, "grad": {},
-           "clip_fraction": {"low": metrics["clip_low"], "high": metrics["clip_high"]}}  # fmt: skip
+           "clip_fraction": {k: metrics[f"clip_{k}"] for k in ("low", "high", "dual") if f"clip_{k}" in metrics},
+           "ratio": log_ratio(logp, old, levels, ratio).exp()}  # fmt: skip
     for mode in MODES + ["token_mean_global"] * (global_token_count is not None):
-        ids, units = units_of(mode, mask, ranks, num_ranks)
+        ids, units, counts = units_of(mode, mask, ranks, num_ranks)
         kind, total = AGGREGATES.get(mode, mode), lambda x: x
         if mode == "token_mean_global":  # a share of a larger batch: as if other ranks held the rest
-            kind, total = "token_mean", lambda x: torch.full_like(x, global_token_count)
-        loss, metrics = run(ids, denominators(ids, kind, units, const_length, group, total=total))
+            kind, total = "token_mean", lambda x: x * global_token_count / x.sum().clamp(min=1)
+        denom = denominators(ids, kind, units, const_length, group, total=total)
+        loss, metrics = run(levels if ratio == "unit" else ids, denom, counts)
         out["loss"][mode], out["grad"][mode] = loss, torch.autograd.grad(loss, logp)[0]
         if mode == "token_mean" and "kl" in metrics:
             out["mean_kl"] = metrics["kl"]
     return out
+
+
+def first(x, mask) -> list[float | None]:
+    """The number at each row's first token of a mask; None for a row without."""
+    return [next((v for v, m in zip(*row) if m), None) for row in zip(x.tolist(), mask.tolist())]
+
+
+def loss_gspo(**inputs):
+    out = token_loss(**inputs, ratio="sequence")
+    ratio = first(out["ratio"], integers(inputs["mask"]))
+    return out | {"sequence_ratio": [1.0 if r is None else r for r in ratio]}
+
+
+def loss_gspo_token(**inputs):
+    return token_loss(**inputs, ratio="sequence_token")
+
+
+def loss_rank(token_advantages, **inputs):
+    out = token_loss(advantages=token_advantages, **inputs, ratio="unit")
+    ids = ranks_of(integers(inputs["mask"]), integers(inputs["rank_ids"]), inputs["num_ranks"])
+    per_rank = [first(out["ratio"], ids == k + 1) for k in range(inputs["num_ranks"])]
+    return out | {"rank_ratio": [list(row) for row in zip(*per_rank)]}
+
+
+def loss_cispo(w_min, w_max, **inputs):
+    return token_loss(**inputs, clip=Cap(-math.inf if w_min is None else w_min, math.inf if w_max is None else w_max))
 
 
 def loss_phase(
@@ -152,9 +254,9 @@ def aggregation(per_token_loss, mask, rank_ids, num_ranks, const_length, group_i
     minus = -torch.ones_like(x)  # the score function -A log pi with A = -1 is the number itself
     out = {"loss": {}, "weights": {}}
     for mode in [*MODES, "group_token_mean"]:
-        ids, units = units_of(mode, mask, ranks, num_ranks)
+        ids, units, counts = units_of(mode, mask, ranks, num_ranks)
         denom = denominators(ids, AGGREGATES.get(mode, mode), units, const_length, integers(group_ids))
-        loss, _ = policy_loss(x, minus, minus, ids, denom, METHODS["rloo"], 1.0)
+        loss, _ = policy_loss(x, minus, torch.where(counts, minus, 0), ids, denom, METHODS["rloo"], 1.0)
         out["loss"][mode], out["weights"][mode] = loss, torch.autograd.grad(loss, x)[0]
     return out
 
@@ -192,10 +294,11 @@ def kl_expectation(logits_new, logits_ref):
 def logits_logprob_entropy(logits, tokens, mask, temperature):
     z = tensor([[[-math.inf if x is None else x for x in place] for place in row] for row in logits]).requires_grad_()
     mask = integers(mask)
-    logp, entropy = (torch.where(mask > 0, x, 0) for x in token_logp(z, integers(tokens), temperature, entropy=True))
+    logp, entropy = (torch.where(mask > 0, x, 0) for x in token_logp(z, integers(tokens), temperature, entropy="grad"))
     denom = denominators(mask, "token_mean", 1, 1, torch.zeros(len(mask), dtype=torch.int64))
     return {"logp": logp, "entropy": entropy, "entropy_token_mean": (entropy / denom).sum(),
-            "grad_logp_sum": torch.autograd.grad(logp.sum(), z)[0]}  # fmt: skip
+            "grad_logp_sum": torch.autograd.grad(logp.sum(), z, retain_graph=True)[0],
+            "grad_entropy_sum": torch.autograd.grad(entropy.sum(), z)[0]}  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -332,18 +435,29 @@ def token_segmentation(task, pieces, num_ranks=None, tags=None):
 
 
 RUNNERS = {
+    "adv_dynamic_sampling": adv_dynamic_sampling,
+    "adv_focal": adv_focal,
+    "adv_gfpo": adv_gfpo,
     "adv_group": adv_group,
     "adv_phase": adv_phase,
+    "adv_rank": adv_rank,
+    "adv_rank_length_control": adv_rank_length_control,
     "aggregation": aggregation,
     "causal_returns": causal_returns,
+    "gae": golden_gae,
     "kl_estimators": kl_estimators,
     "kl_expectation": kl_expectation,
     "list_eval_variants": list_eval_variants,
     "list_match": list_match,
     "logits_logprob_entropy": logits_logprob_entropy,
+    "loss_cispo": loss_cispo,
     "loss_clip_higher": token_loss,
+    "loss_dual_clip": token_loss,
+    "loss_gspo": loss_gspo,
+    "loss_gspo_token": loss_gspo_token,
     "loss_phase": loss_phase,
     "loss_ppo_clip": token_loss,
+    "loss_rank": loss_rank,
     "loss_with_kl": token_loss,
     "overlong_punishment": overlong_punishment,
     "paired_bootstrap": golden_paired_bootstrap,
@@ -352,6 +466,7 @@ RUNNERS = {
     "request_metrics": request_metrics,
     "responder_rewards": responder_rewards,
     "slate_rewards": slate_rewards,
+    "tail_miss": golden_tail_miss,
     "title_match": title_match,
     "token_segmentation": token_segmentation,
     "two_phase_parse": two_phase_parse,
