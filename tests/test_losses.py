@@ -9,7 +9,7 @@ from config import Config
 from losses import (
     AGGREGATES,
     METHODS,
-    UNITS,
+    Cap,
     advantages,
     denominators,
     kl_estimate,
@@ -23,7 +23,12 @@ from losses import (
 from model import completion_logp, token_logp
 
 ROW = METHODS["grpo"]
-RATIOS = ["none", "token", "unit", "sequence"]
+RATIOS = ["none", "token", "unit", "sequence", "sequence_token"]
+
+
+def units_of(row) -> int:
+    """U in these tests: one, or the two units of their step."""
+    return 1 if row.unit in ("sequence", "token") else 2
 
 
 def tensor(*x) -> torch.Tensor:
@@ -88,7 +93,7 @@ def test_micro_batches_of_any_size_give_the_gradient_of_the_whole(aggregate, apa
 
 HAND = {  # divisors of the step below: row 0 has 3 tokens of unit 1 and 1 of unit 2; row 1 one of unit 2; row 2 none
     "token_mean": [5, 5, 5], "seq_mean": [3 * 4, 3 * 4, 3 * 1], "seq_mean_nonempty": [2 * 4, 2 * 4, 2 * 1],
-    "seq_sum": [3, 3, 3], "const_len": [3 * 8, 3 * 8, 3 * 8], "unit_mean": [3 * 2 * 3, 3 * 2 * 1, 3 * 2 * 1],
+    "seq_sum": [3, 3, 3], "group_sum": [2, 2, 2], "const_len": [3 * 8, 3 * 8, 3 * 8], "unit_mean": [3 * 2 * 3, 3 * 2 * 1, 3 * 2 * 1],
     "unit_mean_present": [3 * 2 * 3, 3 * 2 * 1, 3 * 1 * 1], "group_token_mean": [2 * 4, 2 * 4, 2 * 1],
 }  # fmt: skip
 APART = {  # each unit has its own normaliser: 3 tokens of unit 1, 2 of unit 2 in the step
@@ -187,7 +192,7 @@ def test_numbers_at_untrained_places_reach_neither_value_nor_gradient(ratio):
 
 def trained(row, lam=1.0):
     """One on-policy step of a method on random rewards -> loss, metrics, gradient by token, unit_ids."""
-    step, units = Step(), UNITS[row.unit]
+    step, units = Step(), units_of(row)
     ids = step.ids if units > 1 else (step.ids > 0).long()
     reward = torch.rand(7, units, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     if row.source == "demo":
@@ -213,8 +218,8 @@ def test_every_method_moves_every_trained_token(name, ratio):
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "fgrpo"])
 def test_a_loss_of_zero_at_the_first_update_is_no_lack_of_a_gradient(name):
     """F24: at ratio 1 the advantages of a group cancel in the loss; only its halves by sign and the gradient inform."""
-    ids = torch.ones(6, 4, dtype=torch.int64) if UNITS[METHODS[name].unit] == 1 else torch.tensor([[1, 1, 2, 2]] * 6)
-    units, group = UNITS[METHODS[name].unit], torch.tensor([0, 0, 0, 1, 1, 1])
+    ids = torch.ones(6, 4, dtype=torch.int64) if units_of(METHODS[name]) == 1 else torch.tensor([[1, 1, 2, 2]] * 6)
+    units, group = units_of(METHODS[name]), torch.tensor([0, 0, 0, 1, 1, 1])
     reward = torch.rand(6, units, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     adv = spread(advantages(reward, reward >= 0, group, METHODS[name].baseline, METHODS[name].scale), ids)
     logp = torch.full((6, 4), -1.5, dtype=torch.float64, requires_grad=True)
@@ -234,6 +239,7 @@ def test_the_configuration_changes_single_columns_of_a_row():
     assert got == replace(ROW, clip=(0.2, 0.28), ratio="sequence", aggregate="token_mean")
     assert resolve(Config(method="rloo", ratio="token", clip_low=0.1)).clip == (0.1, 0.2)
     assert resolve(Config(method="grpo", clip_low=0.0)).clip == (0.0, 0.2)
+    assert resolve(Config(method="cispo", cispo_cap=3.0, clip_high=0.1)).clip == Cap(0, 3.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -389,7 +395,7 @@ def test_the_logged_kl_is_the_one_in_the_loss():
             )
             for beta in (0.0, 0.3)
         )
-        assert "kl" not in plain[1]
+        assert plain[1]["kl"] == full[1]["kl"] > 0  # logged without a weight too
         assert full[0].item() == pytest.approx((plain[0] + 0.3 * full[1]["kl"]).item(), abs=1e-14)
 
 

@@ -18,7 +18,7 @@ import eval as evaluation
 import model
 import train
 from config import parse
-from losses import AGGREGATES, METHODS, advantages, resolve, unit_weights
+from losses import AGGREGATES, METHODS, advantages, credit, resolve
 from rewards import Scored
 from rollout import Rollout
 
@@ -213,7 +213,7 @@ def ragged(policy, unit: str) -> tuple[Rollout, Scored]:
     reward = torch.randn(12, 2 if unit == "phase" else 1, generator=g, dtype=torch.float64)
     valid = torch.ones_like(reward, dtype=torch.bool)
     valid[4] = False
-    return roll, Scored(phases if unit == "phase" else mask.long(), reward, valid, {}, [], [])
+    return roll, Scored(phases if unit == "phase" else mask.long(), reward, valid, {}, [], [], [1.0] * reward.shape[1])
 
 
 def gradient(policy, text: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -221,12 +221,13 @@ def gradient(policy, text: str) -> tuple[dict[str, torch.Tensor], dict[str, floa
     cfg = parse([*TINY, "--temperature", "0.7", "--grad_clip", "0", *text.split()])
     row = resolve(cfg)
     roll, scored = ragged(policy, row.unit)
-    adv = advantages(scored.reward, scored.valid, roll.group, row.baseline, row.scale, cfg.adv_eps, cfg.ddof)
-    adv = unit_weights(adv, [1.0, cfg.lam][: adv.shape[1]], cfg.credit)
     reference = model.build(replace(cfg, seed=1), policy.tokenizer) if cfg.beta else None
     before = {k: v.clone() for k, v in policy.model.named_parameters()}
     optimizer = torch.optim.SGD(policy.model.parameters(), 1.0)
-    metrics = train.update(policy, reference, optimizer, roll, scored, adv, cfg, row)
+    look = train.measure(policy, reference, None, roll, cfg, row)
+    got = credit(scored, roll, look, row, cfg, [1.0, cfg.lam][: scored.reward.shape[1]])
+    memory = train.Memory(torch.zeros(3))
+    metrics = train.update(policy, None, optimizer, roll, look, got, cfg, row, memory)
     moved = {k: before[k] - v.detach() for k, v in policy.model.named_parameters()}
     with torch.no_grad():
         for k, v in policy.model.named_parameters():
@@ -314,8 +315,8 @@ def test_no_scorable_unit_means_no_step(sft, tmp_path, monkeypatch):
     """All rewards NaN (F22): loss 0, no nan, and the momentum of earlier steps may not move the weights."""
     score = train.rewards.score
 
-    def blind(roll, examples, *rest):
-        scored = score(roll, examples, *rest)
+    def blind(*args, **more):
+        scored = score(*args, **more)
         calls.append(1)
         return replace(scored, valid=scored.valid & (len(calls) != 2))
 
