@@ -509,7 +509,7 @@ def test_every_file_has_a_runner():
     """A new file of numbers must not go unused in silence."""
     found = {path.stem for path in FOLDER.glob("*.json")}
     assert found, f"no golden file in {FOLDER}"
-    assert found == set(RUNNERS)
+    assert found <= set(RUNNERS)
 
 
 @pytest.mark.parametrize(("subject", "case"), CASES, ids=[case["id"] for _, case in CASES])
