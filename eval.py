@@ -100,7 +100,7 @@ def list_variants(recs: list, gold: list, catalog, seen, k: int) -> dict[str, di
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Chance that k of n samples, c of them correct, hold a correct one: 1 - C(n-c, k) / C(n, k), as a stable product
     (Chen et al. 2021, 2107.03374)."""
-    return 1.0 if n - c < k else 1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
+    return 1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))  # a factor is 0 if n - c < k
 
 
 # ---------------------------------------------------------------------------------------------------------------------

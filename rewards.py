@@ -133,7 +133,6 @@ def parse(text: str, tags: list[str], strict=False, known=(), phases=("slate", "
         out.error = out.error or "empty_slate"
         out.broken |= {s, r}
     if not out.items or not own[r] or own[r] < own[s]:
-        out.broken.add(r)
         return out
     raw = entries(text[slice(*own[r])], arrows=True, known=known)
     numbers = [NUMBER.fullmatch(e) for e in raw]

@@ -534,6 +534,33 @@ def test_demonstrations_may_be_trained_by_phase_or_by_line():
     assert out.unit_ids[1].tolist() == [1] * (len(b) + 1) + [0] * (len(a) - len(b)) and out.reward.shape == (2, 4)
 
 
+@pytest.mark.parametrize("settings", (
+    {"answer": "list"}, {"answer": "list", "show_pool": False}, {"answer": "list", "item_form": "index"}, {"data": "requests"},
+    {"data": "requests", "draw": "row"}, {**THREE}, {**THREE, "show_pool": False}, {**THREE, "rank_form": "position"},
+))  # fmt: skip
+def test_demonstrations_of_every_form_are_read_as_they_were_meant(settings):
+    """What SFT teaches and what the reward reads is one language."""
+    cfg = Config(world_examples=20, world_slack=0, world_clusters=20, requests_examples=20, **settings)
+    examples = data.load(cfg, "train").examples[:15]
+    for e in examples:
+        out = score(rolled([*TOKENIZER(e.demo)["input_ids"], 1]), [e], PIECES, cfg, "sequence")
+        wrong = [
+            k
+            for k in ("invalid", "duplicates", "out_of_pool", "out_of_catalog", "unparsable")
+            if out.parts.get(k, [0]) != [0]
+        ]
+        assert not wrong, (wrong, e.demo)
+        items, ranks = out.answers[0]
+        if "lines" in out.parts:
+            assert out.parts["lines"] == [10.0] and ranks == items
+        assert settings.get("data") or set(e.gold) <= set(items)
+    assert (
+        settings.get("show_pool") is False
+        or settings.get("data")
+        or out.reward[0, 0] == (3.0 if "answer" in settings else 2.0)
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Popularity, length
 
@@ -556,6 +583,7 @@ def test_popular_gold_is_worth_less_under_a_power_and_the_sum_stays():
 def test_places_reserved_for_the_tail_earn_nothing_for_popular_items():
     counts = {A: 10, H: 9, T: 8, M: 3, R: 2, D: 1}  # 33 in all: A and H make up more than half, the rest is tail
     assert rewards.head_items(counts) == {A, H} and rewards.head_items({}) == set()
+    assert rewards.head_items({A: 4, H: 3, M: 2, T: 1}) == {A, H} and rewards.head_items({A: 1, H: 1}) == {A}
     assert rewards.beyond_quota([A, M, H, A], {A, H}, 4, 0.75) == {H}
     assert rewards.beyond_quota([A, H], {A, H}, 10, 0.9) == {H}  # 10 * (1 - 0.9) is a hair below 1
     roll = rolled(TOKENIZER(write([A, H, T, R], [H, T, R]))["input_ids"])
@@ -726,9 +754,10 @@ def test_lines_are_read_as_by_the_released_code(line, want):
     ([("Unknown", 2006), ("Unknown", 2005)], [("Unknown", 2005)], [], [1, 0]),
     ([("Heat", 1995)], [("Heat", 1995)], ["Heat"], [0]),
     ([("Fargo", 1996), ("Heat", 1995)], [("Heat", 1995)], [], [0, 1]),
+    ([("X", 2001), ("X", 2003)], [("X", 2000), ("X", 2002)], [], [1, 0]),  # a later year is preferred: 2000 is left
 ))  # fmt: skip
 def test_matching_claims_ground_truth_as_the_released_code_does(recs, gold, seen, hits):
     """rank_grpo.md 5.2."""
     catalog = [("Alien", 1979), ("Heat", 1995), ("Titanic", 1996), ("Titanic", 1997), ("Unknown", 2006), ("Unknown", 2005),
-               ("Fargo", 1996)]  # fmt: skip
+               ("Fargo", 1996), ("X", 2001), ("X", 2003)]  # fmt: skip
     assert rewards.match(recs, gold, catalog, seen) == hits
