@@ -512,6 +512,8 @@ def test_partial_credit_blames_the_phase_that_broke_and_no_other():
     for text in (broken_slate, "no tags", "<RANK>\n</RANK>\n" + write(S, [A])):
         assert scored(text, format_credit="partial").reward.tolist()[0][1] == -1.0
     assert scored(broken_slate, format_credit="partial").reward.tolist() == [[-1.0, -1.0]]
+    swapped = f"<RANK>\n{H}\n</RANK>\n<SLATE>\n{H}\n</SLATE>"
+    assert scored(swapped, format_credit="partial").reward.tolist() == [[pytest.approx(1 / 3), -1.0]]
     assert scored(write(S, [A, T, H]), format_credit="partial").reward.equal(scored(write(S, [A, T, H])).reward)
     whole = scored(planned(), **THREE).reward[0].tolist()
     for settings, want, joint in (  # a plan without its close tag: slate and ranking keep theirs
@@ -725,6 +727,12 @@ def test_what_comes_behind_the_last_rank_earns_nothing_and_empty_lists_are_no_er
         assert not empty.reward.any() and empty.valid.all() and empty.parts["invalid"] == [1.0] * 3
         nobody = listed("a (1990)", unit, gold={}, responders=[[]], slate_size=2)
         assert nobody.reward.isnan().all() and not nobody.valid.any() and nobody.parts["unscorable"] == [1.0]
+    short = listed("words only\na (1990)\n", "rank", **{**kw, "slate_size": 8})
+    assert (
+        short.parts["unparsable"] == [0.5]
+        and short.parts["lines"] == [2.0]
+        and short.reward[0].tolist() == [0, 1] + [0] * 7
+    )
     late = listed(text, "rank", **kw, max_new_tokens=30, overlong=4 / 30)
     assert late.reward[0].tolist() == pytest.approx([0.5, -0.5, -0.5])
 
