@@ -91,6 +91,8 @@ def test_a_demonstrated_plan_is_one_line_of_the_request():
         for old, new in zip(Config().tags, cfg.tags[2:]):
             words = words.replace(old, new)
         assert e.demo == plan + words
+    for e in data.load(Config(world_examples=5, show_pool=False, **THREE), "train").examples:
+        assert e.demo.startswith(f"<P>\n{e.history[-1]}\n</P>\n<S>")
     swapped = Config(
         world_examples=5, tags=["<S>", "</S>", "<P>", "</P>", "<R>", "</R>"], phases=["slate", "plan", "rank"]
     )

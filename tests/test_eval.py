@@ -124,6 +124,8 @@ def test_three_ways_to_cut_a_list_with_inadmissible_items():
     want = {"filter_then_cut": (1.0, 0.919721), "cut_then_filter": (0.5, 0.613147), "positional": (0.5, 0.386853)}
     for name, (recall, ndcg) in want.items():
         assert (out[name]["recall"], out[name]["ndcg"]) == pytest.approx((recall, ndcg), abs=1e-6)
+    out = evaluation.list_variants(recs, [("seen", 2000), ("ooc", 2000)], recs[1:], ["seen"], 4)
+    assert all(set(v.values()) == {0.0} for v in out.values())
     empty = evaluation.list_variants([], [("hit", 2002)], recs, [], 4)
     assert all(set(v.values()) == {0.0} for v in empty.values())
 
