@@ -68,27 +68,23 @@ TEMPLATES = {
     ("terse", "recommend"): "History:\n{history}\n{pool}",
     ("terse", "retrieve"): "{question}\n{pool}",
     ("terse", "request"): "{request}\n",
-    (
-        "instruct",
-        "recommend",
-    ): "A user liked these titles, oldest first:\n{history}\n\n{pool}\n{task} Write nothing else.",
+    ("instruct", "recommend"): (
+        "A user liked these titles, oldest first:\n{history}\n\n{pool}\n{task} Write nothing else."
+    ),
     ("instruct", "retrieve"): "Question: {question}\n\n{pool}\n{task} Do not answer the question itself.",
-    (
-        "instruct",
-        "request",
-    ): "A user writes:\n{request}\n\n{task} Leave out the titles that the user names. Write nothing else.",
+    ("instruct", "request"): (
+        "A user writes:\n{request}\n\n{task} Leave out the titles that the user names. Write nothing else."
+    ),
 }
 TASKS = {  # what the instruct prompts ask for: form of the answer, task
     ("phases", "recommend"): "First choose the {n} titles that the user will most likely want next. {where}",
     ("phases", "retrieve"): "First choose up to {n} passages that are needed to answer the question. {where}",
-    (
-        "list",
-        "recommend",
-    ): "Write the {n} titles that the user will most likely want next, best first, one per line. {form}",
-    (
-        "list",
-        "retrieve",
-    ): "Write up to {n} passages that are needed to answer the question, best first, one per line. {form}",
+    ("list", "recommend"): (
+        "Write the {n} titles that the user will most likely want next, best first, one per line. {form}"
+    ),
+    ("list", "retrieve"): (
+        "Write up to {n} passages that are needed to answer the question, best first, one per line. {form}"
+    ),
     ("list", "request"): "Recommend {n} titles, best first, one per line, each as: title (year).",
 }
 WHERE = (

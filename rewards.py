@@ -562,12 +562,11 @@ class Catalog:
 
 def catalogs_of(examples: list) -> dict[int, Catalog]:
     """The catalog of each example's pool; a pool shared by many examples is read once. By id(candidates)."""
-    names = names_of(examples)
-    pools = {id(e.candidates): e.candidates for e in examples}
     out = {}
-    for k, pool in pools.items():
-        pairs = {parse_line(c): c for c in pool}
-        out[k] = Catalog(set(pool), False, names[k]) if None in pairs else Catalog(set(pool), True, pairs)
+    for k, e in {id(e.candidates): e for e in examples}.items():
+        pairs = {parse_line(c): c for c in e.candidates}
+        dated = None not in pairs
+        out[k] = Catalog(set(e.candidates), dated, pairs if dated else names_of([e])[k])
     return out
 
 
