@@ -103,7 +103,7 @@ class Step:
 
     def look(self, policy=None, reference=None, critic=None) -> Look:
         a, b, c = nets()
-        reference = (reference or b) if self.cfg.beta else None
+        reference = (reference or b) if self.cfg.beta or self.cfg.kl_fuse else None
         critic = (critic or c) if self.row.baseline == "critic" else None
         look = train.measure(policy or a, reference, critic, self.roll, self.cfg, self.row)
         if look.logp_ref is not None:
