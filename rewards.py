@@ -529,13 +529,15 @@ def score_phases(
     text = join(said)
     parsed = parse(text, cfg.tags, cfg.strict_rank, known, cfg.phases)
     slate, ranking = read(parsed, example, known, cfg)
-    some = parsed.broken if cfg.format_credit == "partial" else set(range(len(cfg.phases)))
-    failed = {cfg.phases[u] for u in some} if not parsed.valid else set()
+    to_blame = parsed.broken if cfg.format_credit == "partial" else set(range(len(cfg.phases)))
+    failed = set() if parsed.valid else to_blame
     both = rewards_of(slate, ranking, example.gold, cfg, popularity, head)
-    r_slate, r_rank = (cfg.format_penalty if n in failed else r for n, r in zip(("slate", "rank"), both))
+    places = [cfg.phases.index(name) for name in ("slate", "rank")]
+    r_slate, r_rank = (cfg.format_penalty if u in failed else r for u, r in zip(places, both))
     joint = r_slate + cfg.lam * r_rank
-    reward = [cfg.format_penalty if n in failed else PHASES[n](r_slate, r_rank, cfg.lam) for n in cfg.phases]
-    if failed == {"plan"}:
+    earned = [PHASES[name](r_slate, r_rank, cfg.lam) for name in cfg.phases]
+    reward = [cfg.format_penalty if u in failed else r for u, r in enumerate(earned)]
+    if failed and not failed & set(places):
         joint += cfg.format_penalty  # or a sequence could leave its plan out for nothing
     if not parsed.valid:
         slate, ranking = [], []  # metrics give no partial credit

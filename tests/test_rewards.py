@@ -523,6 +523,14 @@ def test_partial_credit_blames_the_phase_that_broke_and_no_other():
         text = planned().replace("</PLAN>", "")
         assert scored(text, **THREE, **settings).reward[0].tolist() == pytest.approx(want)
         assert scored(text, "sequence", **THREE, **settings).reward[0].tolist() == pytest.approx([joint])
+    four = {
+        "tags": [*THREE["tags"], "<END>", "</END>"],
+        "phases": [*THREE["phases"], "plan"],
+        "format_credit": "partial",
+    }
+    assert scored(planned() + "<END>", **four).reward[0].tolist() == pytest.approx(
+        [*whole, -1.0]
+    )  # the second plan alone
 
 
 def test_demonstrations_may_be_trained_by_phase_or_by_line():
