@@ -66,7 +66,8 @@ class Config:
     negatives: str = "uniform"
     """How pool negatives are drawn for recommendation data: uniform or popularity (weighted by training counts)."""
     show_pool: bool = True
-    """List the pool in the prompt. False: the catalog lives in the weights, and every title is a candidate."""
+    """List the pool in the prompt. False, and always for data of lists (requests): the catalog lives in the weights, and
+    every title is a candidate."""
     slate_size: int = 10
     """Items of a slate (n): asked for, demonstrated, and the most that count in an answer."""
     rank_size: int = 5
