@@ -480,14 +480,22 @@ def test_the_reward_of_ppo_is_earned_by_the_last_token():
 
 
 def test_value_clipping_by_hand():
-    """The larger of the error and that of the value held near the old one; untrained places may hold nan."""
-    values = tensor([1.0, 0.0, 0.15, math.nan]).requires_grad_()
-    old, returns = tensor([0.0, 1.0, 0.1, math.nan]), tensor([0.1, 0.1, 0.1, math.nan])
+    """The larger of the error and that of the value held near the old one; untrained places count for nothing."""
+    values = tensor([1.0, 0.0, 0.15, 7.0]).requires_grad_()
+    old, returns = tensor([0.0, 1.0, 0.1, 7.0]), tensor([0.1, 0.1, 0.1, 9.0])
     ids, denom = torch.tensor([[1, 1, 1, 0]]), torch.full((1, 4), 3.0, dtype=F64)
     clipped, plain = (value_loss(values, old, returns, ids, denom, c) for c in (0.2, 0.0))
     assert clipped.item() == pytest.approx(0.5 * (0.81 + 0.49 + 0.0025) / 3)  # .8 is held, too far from .1
     assert plain.item() == pytest.approx(0.5 * (0.81 + 0.01 + 0.0025) / 3)
     assert torch.autograd.grad(clipped, values)[0][0].tolist() == pytest.approx([0.3, 0, 0.05 / 3, 0])
+
+
+def test_nan_at_untrained_places_does_not_reach_the_critic():
+    """F22: a mask after the arithmetic saves the value and not the gradient."""
+    ids, ones = torch.tensor([[1, 0]]), torch.ones(1, 2, dtype=F64)
+    values = tensor([1.0, math.nan]).requires_grad_()
+    loss = value_loss(values, tensor([1.0, math.nan]), tensor([0.0, math.nan]), ids, ones, 0.2)
+    assert loss == 0.5 and torch.autograd.grad(loss, values)[0].tolist() == [[1.0, 0.0]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
