@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup demo test lint format repro clean
+.PHONY: help setup demo test lint format parity repro clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -28,11 +28,14 @@ format: $(VENV)/test.ok ## let ruff rewrite the files
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
+parity: .venv-parity/ok ## value and gradient of our losses beside those of TRL, in an environment of its own (optional)
+	.venv-parity/bin/python tests/parity.py
+
 repro: $(VENV)/base.ok $(VENV)/plots.ok ## every table and figure that runs here; resumable arm by arm (hours)
 	$(PY) repro.py run all
 
-clean: ## remove the environment and caches; runs/ and results/ stay
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+clean: ## remove the environments and caches; runs/ and results/ stay
+	rm -rf $(VENV) .venv-parity .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PY):
@@ -46,4 +49,10 @@ $(VENV)/base.ok: requirements.txt | $(PY)
 
 $(VENV)/%.ok: requirements-%.txt $(VENV)/base.ok | $(PY)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+.venv-parity/ok: requirements.txt requirements-parity.txt
+	@$(MAKE) --no-print-directory VENV=.venv-parity .venv-parity/bin/python
+	@.venv-parity/bin/python -m pip --version > /dev/null 2>&1 || .venv-parity/bin/python -m ensurepip
+	.venv-parity/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-parity.txt
 	@touch $@
