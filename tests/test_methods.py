@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import model as lm
+import rewards
 import train
 from config import parse
 from losses import METHODS, Look, credit, denominators, policy_loss, resolve, value_loss
@@ -257,19 +258,20 @@ class Bandit:
         return logits.log_softmax(-1)[group].gather(-1, tokens[..., None])[..., 0]
 
     def draw(self) -> tuple[Rollout, Scored]:
-        """Samples, demonstrations or pairs of every prompt."""
+        """Samples, demonstrations or pairs of every prompt; pairs may be chosen among samples."""
         good, bad = self.cfg.good_answers, self.cfg.bad_answers
-        n = {"sample": 8, "demo": 1, "pairs": good + bad}[self.row.source]
+        source = "sample" if self.cfg.pair_source == "model" else self.row.source
+        n = {"sample": 8, "demo": 1, "pairs": good + bad}[source]
         group = torch.arange(4).repeat_interleave(n)
         p = self.logits.detach().softmax(-1)[group].flatten(0, 1)
         tokens = torch.multinomial(p, 1, generator=self.noise).view(-1, 4)
         right = self.right[group]
         flags = torch.ones(len(group), dtype=torch.bool)
-        if self.row.source == "pairs":
+        if source == "pairs":
             flags = torch.arange(len(group)) % n < good
             off = torch.randint(1, 6, tokens.shape, generator=self.noise)
             tokens = torch.where(flags[:, None], right, (right + off) % 6)
-        elif self.row.source == "demo":
+        elif source == "demo":
             tokens = right
         hit = (tokens == right).double()
         mask = torch.ones_like(tokens, dtype=torch.bool)
@@ -277,13 +279,15 @@ class Bandit:
             "phase": (torch.stack([hit[:, :2].mean(1), hit[:, 2:].mean(1)], 1), torch.tensor([1, 1, 2, 2])),
             "rank": (torch.nn.functional.pad(hit, (0, 1)), torch.tensor([1, 2, 3, 4])),
         }.get(self.row.unit, (hit.mean(1, keepdim=True), torch.ones(4, dtype=torch.long)))
-        reward = flags.double()[:, None] if self.row.source == "pairs" else reward
+        reward = flags.double()[:, None] if source == "pairs" else reward
         parts = {"length": [4.0] * len(group), "reward": hit.mean(1).tolist()}
         with torch.no_grad():
             logp = self.logp(self.logits, group, tokens)
         roll = Rollout([[0]] * 4, tokens, logp, mask, group, torch.zeros(len(group), dtype=torch.bool))
         scored = Scored(ids.expand(len(group), 4), reward, torch.ones_like(reward, dtype=torch.bool), parts, [], [],
                         [1.0] * reward.shape[1])  # fmt: skip
+        if source == "sample" and self.row.source == "pairs":
+            scored = rewards.contrasted(roll, scored, hit.mean(1), good, bad)
         return roll, scored
 
     def step(self) -> None:
@@ -327,6 +331,13 @@ def test_every_method_learns_a_bandit(name):
         assert bandit.losses[-1] < 0.5 * bandit.losses[0]
     if METHODS[name].baseline == "critic":  # the critic has learnt what the last place still earns
         assert float((bandit.values.mean() - bandit.hits()).abs()) < 0.15
+
+
+@pytest.mark.parametrize("name", ["dpo", "s_dpo", "mult_dpo"])
+def test_preferences_among_own_samples_learn_the_bandit(name):
+    """pair_source model: the best and the worst of a group's samples; groups whose samples earn the same are left out."""
+    bandit = Bandit(name, "--pair_source model --beta 0.5")
+    assert bandit.run().hits() > 2 / 6
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -451,6 +451,28 @@ def test_a_group_without_a_good_or_a_bad_answer_prefers_nothing():
     assert (got.token_adv == 0).all() and got.preference == 0
 
 
+def test_the_best_and_the_worst_samples_make_pairs():
+    """pair_source model: one good and two bad of four; a group whose samples earn the same makes none."""
+    scored, roll = (
+        scores([0.2, 0.9, 0.5, 0.1] + [0.3] * 4),
+        rolled(torch.ones(8, 2, dtype=torch.long), [0] * 4 + [1] * 4),
+    )
+    got = rewards.contrasted(roll, scored, scored.reward[:, 0], 1, 2)
+    assert got.reward[:, 0].tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
+    assert got.valid[:, 0].tolist() == [True, True, False, True] + [False] * 4
+
+
+@pytest.mark.parametrize(("options", "bad"), [
+    ("dpo", 1), ("s_dpo", 3), ("mult_dpo --good_answers 2", 3), ("dpo --pair_source model --bad_answers 2", 2),
+])  # fmt: skip
+def test_a_run_on_pairs_starts_at_the_logarithm_of_the_answers(sft, tmp_path, options, bad):  # noqa: F811
+    """At the start weights every implicit reward is 0: the loss is log(1 + bad answers), whatever they are."""
+    go(tmp_path / "a", f"--method {options} --init {sft} --steps 2 --lr 1e-3")
+    log = lines(tmp_path / "a")
+    assert log[0]["preference_loss"] == pytest.approx(math.log(1 + bad), abs=1e-6) and log[0]["grad_norm"] > 0
+    assert log[1]["preference_loss"] != log[0]["preference_loss"] > 0
+
+
 def test_values_are_of_the_states_before_the_tokens():
     """F04 for the critic: the value beside a token must not know it. Row by row, without padding, it is the same."""
     step, critic = Step("ppo"), nets()[2]
