@@ -27,7 +27,9 @@ from losses import (
     low_rate,
     policy_loss,
     resolve,
+    tail_miss,
     value_loss,
+    whiten,
 )
 from rewards import Scored
 from rollout import Rollout
@@ -107,6 +109,12 @@ def test_a_focal_weight_of_nothing_is_nothing(value):
     """All right or all wrong: exactly 0, also at gamma 0 where the weight is 0^0 = 1."""
     for gamma in (0, 0.5):
         assert (credited("focal_grpo", f"--focal_gamma {gamma}", scores([value] * 8)).adv == 0).all()
+
+
+def test_a_group_without_anything_scorable_has_no_success_and_no_weight():
+    """F22: 0 of 0 is no success, not nan: the advantages of units are logged too."""
+    got = credited("focal_grpo", "", scores([1.0, 0.0, math.nan, math.nan]), [0, 0, 1, 1])
+    assert got.rate[:, 0].tolist() == [0.5, 0.5, 0, 0] and (got.adv[2:] == 0).all() and got.adv.isfinite().all()
 
 
 def test_a_success_is_a_share_of_the_largest_reward():
@@ -277,7 +285,7 @@ def test_three_phases():
     ids = torch.tensor([[1, 1, 0, 2, 3, 3], [1, 2, 2, 2, 3, 0], [1, 0, 2, 0, 0, 0], [1, 1, 2, 3, 3, 3]])
     scored, options = scores(normal(4, 3), ids), "--phases plan slate rank --tags <P> </P> <S> </S> <R> </R> --lam 0.5"
     assert train.count_units(METHODS["fgrpo"], settings("fgrpo", options)) == 3
-    adv = mean_only(scored.reward) * tensor(1.0, 0.5, 0.5)
+    adv = mean_only(scored.reward) * tensor(1.0, 1.0, 0.5)  # lambda is the weight of the ranking alone
     own, causal = credited("fgrpo", options, scored), credited("fgrpo", options + " --credit causal", scored)
     assert torch.allclose(own.adv, adv)
     assert torch.allclose(causal.adv, torch.stack([adv.sum(1), adv[:, 1:].sum(1), adv[:, 2]], 1))
@@ -445,6 +453,18 @@ def test_preference_losses_are_those_of_the_textbook(name, good):
     assert torch.allclose(ours, torch.autograd.grad(loss, logp)[0], atol=1e-7)
 
 
+def test_answers_left_out_of_the_pairs_change_nothing():
+    """An answer that is neither the best nor the worst has reward 0 and is no bad answer for that."""
+    look = Look(normal(3, 2), normal(3, 2, seed=1))
+    scored = scores([1.0, 0.0, 0.0])
+    three = credited("dpo", "", scored, look=look)
+    scored.valid[2] = False
+    pair = credited("dpo", "", scored, look=look)
+    alone = credited("dpo", "", scores([1.0, 0.0]), look=Look(look.logp_old[:2], look.logp_ref[:2]))
+    assert pair.preference == alone.preference != three.preference and torch.equal(pair.token_adv[:2], alone.token_adv)
+    assert (pair.token_adv[2] == 0).all()
+
+
 def test_a_group_without_a_good_or_a_bad_answer_prefers_nothing():
     look = Look(normal(6, 2), normal(6, 2, seed=1))
     got = credited("dpo", "", scores([1.0, 1.0, 0.0, 0.0, 1.0, math.nan]), [0, 0, 1, 1, 2, 2], look=look)
@@ -499,6 +519,16 @@ def test_the_reward_of_ppo_is_earned_by_the_last_token():
     white = (raw - raw.mean()) / raw.std(correction=0)
     got = steps.token_adv[steps.unit_ids > 0].double()
     assert torch.allclose(got, white, atol=1e-6) and (steps.token_adv[steps.unit_ids == 0] == 0).all()
+
+
+def test_whitening_is_over_the_trained_tokens():
+    """Mean 0 and standard deviation 1 there, whatever stands elsewhere; tokens that are all alike are no signal."""
+    adv, mask = tensor([1.0, 2.0, math.nan], [6.0, math.inf, 9.0]), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    got = whiten(adv, mask)
+    assert (got[mask == 0] == 0).all() and got[mask > 0].tolist() == pytest.approx(
+        [-0.925820, -0.462910, 1.388730], abs=1e-6
+    )
+    assert (whiten(torch.full((2, 3), 3.0), mask) == 0).all() and (whiten(adv, 0 * mask) == 0).all()
 
 
 def test_value_clipping_by_hand():
@@ -642,6 +672,11 @@ def test_responders_one_by_one_their_mean_and_their_union():
     expect(together.mean(0), ".7480 .0633 -.5022 .7480 .0633 -.5022 -.1159 -.5022")
     total, lists = together.var(correction=0).item(), together.mean(0).var(correction=0).item()
     assert [total, lists, 1 - lists / total] == pytest.approx([0.874583, 0.237160, 0.728830], abs=2e-6)
+
+
+def test_a_chance_is_never_negative():
+    """A single sample cannot be both right and wrong: 0, where rounding would leave -1e-16."""
+    assert {tail_miss(mu / 40, tau * mu / 400, 1) >= 0 for mu in range(41) for tau in range(11)} == {True}
 
 
 def test_the_log_of_a_step_says_how_much_had_a_signal():
