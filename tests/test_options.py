@@ -262,7 +262,9 @@ def test_lambda_over_the_steps():
     assert at == [[1.0, 0.5], [1.0, 1.25], [1.0, 2.0]]
 
 
-@pytest.mark.parametrize(("slate", "rank", "factor"), [(0.1, 0.2, 2), (0.1, 0.05, 0.5), (0.1, 0, 0.25), (0, 0.3, 4)])
+@pytest.mark.parametrize(
+    ("slate", "rank", "factor"), [(0.1, 0.2, 2), (0.1, 0.05, 0.5), (0.1, 0, 0.25), (0, 0.3, 4), (0, 0, 0.25)]
+)
 def test_an_adaptive_lambda_follows_the_remaining_spread(slate, rank, factor):
     """A phase with nothing left to tell apart leaves the step to the others, within a factor of 4."""
     reward = torch.stack([slate * tensor(1, -1, 1, -1), rank * tensor(1, -1, -1, 1)], 1) + 3
@@ -418,6 +420,15 @@ def test_differential_smoothing_by_hand():
     assert (got - plain).tolist() == pytest.approx([0.05 * 2, -0.05 * 0.6, 0.05 * 2, -0.05 * 1, 0], abs=1e-12)
 
 
+def test_smoothing_leaves_out_rejected_samples_and_empty_units():
+    """A sample that the filter rejected gains nothing from being rare, and a unit without tokens has no mean."""
+    ids, logp = torch.tensor([[1, 1], [1, 0], [1, 1], [0, 0]]), torch.full((4, 2), -3.0)
+    got = credited("ds_grpo", "--keep_samples 2", scores([1.0, 0.0, 1.0, 0.0], ids, [1, 2, 3, 4]), logp=logp)
+    assert (got.adv[2:] == 0).all() and (got.token_adv[2:] == 0).all() and got.adv[0] > 0
+    got = credited("ds_grpo", "", scores([1.0, 0.0, 1.0, 0.0], ids), logp=logp)
+    assert got.adv.isfinite().all() and (got.token_adv[3] == 0).all()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Preferences, critic
 
@@ -515,6 +526,8 @@ def test_the_reward_of_ppo_is_earned_by_the_last_token():
     full = credited("ppo", "--gae_lam 1", scored, look=look)
     assert full.returns.tolist() == [[2, 2, 2], [-1, -1, 0], [0, 0, 0]] and (full.unit_ids[2] == 0).all()
     steps = credited("ppo", "--gae_lam 0", scored, look=look)
+    nothing = credited("ppo", "", scored, look=look, mask=torch.zeros(3, 3, dtype=torch.bool))  # rows without a token
+    assert nothing.token_adv.isfinite().all()
     raw = tensor(0.5, 0.5, 0.5, 3.0, -4.0)  # V' - V, and R - V at the end
     white = (raw - raw.mean()) / raw.std(correction=0)
     got = steps.token_adv[steps.unit_ids > 0].double()
