@@ -3,6 +3,7 @@ between two gradients. Each test fails when the option's code is taken out.
 """
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ import train
 from config import parse
 from losses import (
     METHODS,
+    Cap,
     Look,
     advantages,
     credit,
@@ -400,6 +402,23 @@ def test_truncated_weights_correct_the_sampler_up_to_their_cap():
     plain = gradient(shifted("dr_grpo", "--old_logp recompute", math.log(2)))[0]
     for cap, factor in ((1.5, 1.5), (10, 2)):
         assert close(gradient(shifted("dr_grpo", f"--tis {cap}", math.log(2)))[0], factor * plain)
+
+
+def test_options_bear_nan_in_padding():
+    """F22: what a sampler or a reference left at untrained places reaches neither weights nor penalties."""
+    for name, options in (("grpo", "--tis 2"), ("grpo_h", "--entropy 0.1"), ("dr_grpo", "--beta 0.5 --kl_in reward --kl k1"),
+                          ("ppo", "--beta 0.5 --kl_in reward --kl k1"), ("grpo_kl", "--kl_ratio true")):  # fmt: skip
+        assert close(gradient(Step(name, options).widen(3))[0], gradient(Step(name, options))[0])
+
+
+def test_the_share_of_capped_weights():
+    """F23 for a Cap: its bounds are of the weight itself, not offsets from 1."""
+    ids, denom, row = torch.ones(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=F64), METHODS["cispo"]
+    logp, zero = tensor([5.9, 6.1, 6.1, 0.01]).log(), torch.zeros(1, 4, dtype=F64)
+    _, metrics = policy_loss(logp, zero, tensor([1.0, 1.0, -1.0, -1.0]), ids, denom, row, 4)
+    assert metrics["clip_high"] == 0.25 and metrics["clip_low"] == 0
+    _, metrics = policy_loss(logp, zero, -denom, ids, denom, replace(row, clip=Cap(0.5, 6)), 4)
+    assert metrics["clip_high"] == 0 and metrics["clip_low"] == 0.25
 
 
 def test_the_cap_of_cispo_is_absolute_and_keeps_the_gradient():
