@@ -404,6 +404,27 @@ def test_truncated_weights_correct_the_sampler_up_to_their_cap():
         assert close(gradient(shifted("dr_grpo", f"--tis {cap}", math.log(2)))[0], factor * plain)
 
 
+@pytest.mark.parametrize("name", ["gspo", "gspo_token"])
+def test_clipped_sequences_are_counted_as_sequences(name):
+    """F31: a share of rows, so that a long one weighs no more than a short one."""
+    step = Step(name)
+    gap = torch.where(step.roll.mask, step.own - step.roll.logp, 0).sum(1) / step.roll.mask.sum(1)
+    adv, ratio = step.credit(step.look()).adv[:, 0], gap.exp()
+    metrics = gradient(step)[1]
+    assert (
+        metrics["clip_low"] == pytest.approx(((adv < 0) & (ratio < 1 - 3e-4)).double().mean().item())
+        and 0 < metrics["clip_low"] < 1
+    )
+    assert metrics["clip_high"] == pytest.approx(((adv > 0) & (ratio > 1 + 4e-4)).double().mean().item())
+
+
+def test_the_kl_of_the_fuse_is_a_mean_over_trained_tokens():
+    """Delimiters are sampled and not trained: they do not count."""
+    step = Step("fgrpo", "--kl_fuse 9")
+    d = (step.look().logp_ref - step.own)[step.scored.unit_ids > 0].double()
+    assert gradient(step)[1]["kl_token"] == pytest.approx((d.exp() - d - 1).mean().item(), rel=1e-4)
+
+
 def test_options_bear_nan_in_padding():
     """F22: what a sampler or a reference left at untrained places reaches neither weights nor penalties."""
     for name, options in (("grpo", "--tis 2"), ("grpo_h", "--entropy 0.1"), ("dr_grpo", "--beta 0.5 --kl_in reward --kl k1"),
