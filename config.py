@@ -221,7 +221,8 @@ class Config:
     keep_samples: int = 0
     """GFPO: train on this many samples of each group; 0: all."""
     keep_by: str = "length"
-    """GFPO: the column of the score table that chooses, smallest first; -COLUMN: largest first (length, -efficiency)."""
+    """GFPO: the column of the score table that chooses, smallest first; with - in front largest first (--keep_by=-efficiency:
+    most reward per token)."""
     keep_by_difficulty: list[int] = field(default_factory=list)
     """GFPO: samples to keep from the easiest to the hardest share of the step's prompts, such as 3 4 6 6."""
     rejected: str = "count"
@@ -382,7 +383,8 @@ AT_LEAST = {  # smallest allowed value
     ),
     **dict.fromkeys("batch_size micro_tokens mu min_count ndcg_k world_gold world_examples keep".split(), 1),
     **dict.fromkeys(
-        "seed data_seed max_examples warmup log_samples eval_every eval_examples save_every ddof diagnose_every".split(), 0
+        "seed data_seed max_examples warmup log_samples eval_every eval_examples save_every ddof diagnose_every".split(),
+        0,
     ),
     **dict.fromkeys("temperature lr min_lr weight_decay grad_clip beta lam adv_eps world_noise world_slack".split(), 0),
     **dict.fromkeys("eval_temperature min_rating year_tolerance consensus".split(), 0),
@@ -508,8 +510,6 @@ def check_training(cfg: Config, world_size: int) -> None:
         fail(
             f"--mu {cfg.mu}: without a ratio the later updates would be off policy uncorrected; use --mu 1 or --ratio token"
         )
-    if cfg.warmup >= cfg.steps > 1:
-        fail(f"--warmup {cfg.warmup} leaves none of --steps {cfg.steps} at full rate")
     if cfg.batch_size % world_size:
         fail(f"--batch_size {cfg.batch_size} is not divisible by {world_size} ranks: "
              f"use {max(1, cfg.batch_size // world_size) * world_size}")  # fmt: skip
@@ -535,7 +535,10 @@ def check_training(cfg: Config, world_size: int) -> None:
 
 
 COLUMNS = "reward invalid duplicates length finished efficiency"  # of every score table
-COLUMNS_OF = {"phases": "slate_recall slate_precision rank_ndcg out_of_pool", "list": "hits recall dcg unparsable lines"}
+COLUMNS_OF = {
+    "phases": "slate_recall slate_precision rank_ndcg out_of_pool",
+    "list": "hits recall dcg unparsable lines",
+}
 
 
 def check_options(cfg: Config, row: Method) -> None:
@@ -579,13 +582,19 @@ def check_options(cfg: Config, row: Method) -> None:
     columns = f"{COLUMNS} {COLUMNS_OF[answer_of(cfg)]}".split()
     if (name := cfg.keep_by.removeprefix("-")) not in columns:
         near = difflib.get_close_matches(name, columns, 1, 0)[0]
-        fail(f"--keep_by {cfg.keep_by!r} is no column of the scores; nearest: {near!r} (with - in front: largest first)")
+        fail(
+            f"--keep_by {cfg.keep_by!r} is no column of the scores; nearest: {near!r} (with - in front: largest first)"
+        )
     if row.source == "pairs" and not cfg.beta:
         fail(f"--beta 0: {cfg.method} compares with the start weights, so its beta must be above 0")
     if row.source == "pairs" and cfg.pair_source == "model" and cfg.group_size < cfg.good_answers + cfg.bad_answers:
-        fail(f"--group_size {cfg.group_size} is smaller than --good_answers {cfg.good_answers} + --bad_answers {cfg.bad_answers}")
+        fail(
+            f"--group_size {cfg.group_size} is smaller than --good_answers {cfg.good_answers} + --bad_answers {cfg.bad_answers}"
+        )
     if row.source == "demo" and cfg.beta:
-        fail(f"--beta {cfg.beta}: {cfg.method} learns from demonstrations, which no KL can be measured on; use --beta 0")
+        fail(
+            f"--beta {cfg.beta}: {cfg.method} learns from demonstrations, which no KL can be measured on; use --beta 0"
+        )
     if cfg.kl_in == "reward" and cfg.kl != "k1" and cfg.beta and sampled:
         fail(f"--kl {cfg.kl} --kl_in reward: in a reward only k1 has the KL's gradient; use --kl k1")
 

@@ -160,10 +160,11 @@ def demonstrate(cfg: Config, candidates: list[str], gold: dict[str, float], rng,
 def contrast(cfg: Config, example: Example) -> tuple[list[str], list[str]]:
     """Good and bad answers of a request for preference methods: demonstrations that hold all gold, and such as would be
     written if nothing but the other candidates were known. The same at every step."""
-    rng = example_rng(cfg, f"{example.id}/contrast")
-    others = [c for c in example.candidates if c not in example.gold]
-    good = [demonstrate(cfg, example.candidates, example.gold, rng) for _ in range(cfg.good_answers)]
-    return good, [demonstrate(cfg, others, {}, rng) for _ in range(cfg.bad_answers)]
+    rng, plan = example_rng(cfg, f"{example.id}/contrast"), (example.history or [""])[-1]
+    pool = [c for c in example.candidates if c not in example.seen]
+    others = [c for c in pool if c not in example.gold]
+    good = [demonstrate(cfg, pool, example.gold, rng, plan) for _ in range(cfg.good_answers)]
+    return good, [demonstrate(cfg, others, {}, rng, plan) for _ in range(cfg.bad_answers)]
 
 
 def stable_hash(text: str) -> int:

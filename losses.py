@@ -268,9 +268,9 @@ def tail_miss(mu: float, tau: float, n: int) -> float:
 def smooth(logp: Tensor, unit_ids: Tensor, right: Tensor, strength: float) -> Tensor:
     """Differential smoothing (2511.19942), (B,U), added to advantages: -strength x mean log pi of a right unit (rare right
     answers gain), +strength x mean log pi of a wrong one. right (B,U) bool."""
-    mean = unit_sum(logp, unit_ids, right.shape[1]) / unit_sum(
-        torch.ones_like(logp), unit_ids, right.shape[1]
-    ).clamp(min=1)
+    mean = unit_sum(logp, unit_ids, right.shape[1]) / unit_sum(torch.ones_like(logp), unit_ids, right.shape[1]).clamp(
+        min=1
+    )
     return torch.where(right, -strength * mean, strength * mean)
 
 
@@ -294,33 +294,36 @@ def by_difficulty(rate: Tensor, group: Tensor, counts: list[int]) -> Tensor:
     return torch.tensor(counts, device=rate.device)[(place * len(counts) // max(1, n))][index]
 
 
-def length_control(adv: Tensor, unit_ids: Tensor, end: Tensor, lines: int, values: tuple[float, float, float]) -> Tensor:
+def length_control(
+    adv: Tensor, unit_ids: Tensor, end: Tensor, lines: int, values: tuple[float, float, float]
+) -> Tensor:
     """Rank-GRPO's control of a list's length on token advantages (B,T) (2510.20150, section 4): values = (end, early,
     overflow). Tokens of unit lines + 1, all that follows the list, get overflow; the stop token (end (B,T) bool) of a list of
     exactly `lines` lines gets end, of a shorter one early: it takes part in no line's advantage."""
+    at_end, early, overflow = adv.new_tensor(values)
     over = unit_ids > lines
-    out = torch.where(end, 0.0, adv)
     emitted = unit_ids.amax(1, keepdim=True)
-    stop = torch.where(emitted < lines, values[1], torch.where(over.any(1, keepdim=True), 0.0, values[0]))
-    return torch.where(over, values[2], torch.where(end, stop.to(adv.dtype), out))
+    stop = torch.where(emitted < lines, early, torch.where(over.any(1, keepdim=True), 0, at_end))
+    return torch.where(over, overflow, torch.where(end, stop, adv))
 
 
-def lambda_at(lam: float, kind: str, end: float, done: float, remaining: Tensor | None = None) -> list[float] | float:
-    """Weight of later units when a share `done` of the steps is over: constant, linear or cosine from lam to end.
+def lambda_at(lam: float, kind: str, end: float, done: float, remaining: Tensor | None = None) -> float:
+    """Weight of the ranking when a share `done` of the steps is over: constant, linear or cosine from lam to end.
 
-    adaptive: lam times each later unit's remaining reward spread (mean group std, (U,)) over the first one's, within a factor
-    of 4: a phase with nothing left to tell apart leaves the step to the others.
+    adaptive: lam times the ranking's remaining reward spread over the slate's (remaining (2,): slate, rank; root mean square
+    of reward - group mean), within a factor of 4: a phase with nothing left to tell apart leaves the step to the other.
     """
     if kind == "adaptive":
-        ratio = (remaining[1:] / remaining[0].clamp(min=1e-6)).clamp(0.25, 4)
-        return (lam * ratio).tolist()
+        return lam * float((remaining[1] / remaining[0].clamp(min=1e-6)).clamp(0.25, 4))
     shape = {"constant": 0.0, "linear": done, "cosine": 0.5 * (1 - math.cos(math.pi * done))}[kind]
     return lam + (end - lam) * shape
 
 
 def unit_sum(x: Tensor, unit_ids: Tensor, units: int) -> Tensor:
     """Sum over the tokens of each unit, (B,T) -> (B,units)."""
-    return x.new_zeros(len(x), units + 1).scatter_add(1, unit_ids.clamp(max=units), torch.where(unit_ids > 0, x, 0))[:, 1:]
+    return x.new_zeros(len(x), units + 1).scatter_add(1, unit_ids.clamp(max=units), torch.where(unit_ids > 0, x, 0))[
+        :, 1:
+    ]
 
 
 def spread(per_unit: Tensor, unit_ids: Tensor) -> Tensor:
@@ -384,7 +387,7 @@ def credit(
         adv, returns = gae(per_token, look.values.to(reward.dtype), ids, cfg.gae_gamma, cfg.gae_lam)
         out.returns = returns.float()
         out.token_adv = (whiten(adv, ids, total) if row.scale == "whiten" else adv).float()
-        out.adv = group_sum(reward, torch.arange(len(group), device=group.device))
+        out.adv = torch.where(valid, reward, 0)
         return out
     if row.baseline == "pairs":
         implicit = cfg.beta * unit_sum((look.logp_old - look.logp_ref).to(reward.dtype), ids, 1)
@@ -405,7 +408,8 @@ def credit(
         at = torch.arange(ids.shape[1], device=ids.device)
         end = (at == last) & roll.finished[:, None]
         control = (cfg.end_value, cfg.early_value, cfg.overflow_value)
-        out.token_adv = torch.where(ids > 0, length_control(out.token_adv, ids, end, cfg.slate_size, control), 0)
+        shaped = length_control(out.token_adv, ids, end, cfg.slate_size, control)
+        out.token_adv = torch.where((ids > 0) & valid.any(1, keepdim=True), shaped, 0)  # not those a filter rejected
     return out
 
 
@@ -528,15 +532,18 @@ def truncated_weight(logp_old: Tensor, logp_sampler: Tensor, cap: float) -> Tens
     return (logp_old - logp_sampler).clamp(-20, 20).exp().clamp(max=cap).detach()
 
 
-def value_loss(values: Tensor, values_old: Tensor, returns: Tensor, unit_ids: Tensor, denom: Tensor, clip: float) -> Tensor:
+def value_loss(
+    values: Tensor, values_old: Tensor, returns: Tensor, unit_ids: Tensor, denom: Tensor, clip: float
+) -> Tensor:
     """Half the squared error of the critic, summed with denom; clip > 0: the larger of it and that of the value held within
     clip of the old one (PPO's value clipping)."""
     mask = unit_ids > 0
+    values, values_old, returns = (torch.where(mask, x, 0) for x in (values, values_old, returns))
     error = (values - returns) ** 2
     if clip > 0:
         held = values_old + (values - values_old).clamp(-clip, clip)
         error = torch.maximum(error, (held - returns) ** 2)
-    return (torch.where(mask, 0.5 * error, 0) / denom).sum()
+    return (0.5 * error / denom).sum()
 
 
 def kl_estimate(logp: Tensor, logp_ref: Tensor, kind: str) -> Tensor:

@@ -19,6 +19,7 @@ import sys
 import time
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -29,8 +30,24 @@ import rewards
 from config import Config, fail, parse
 from eval import Policy, evaluate, means, open_policy
 from losses import (
-    Credit, Look, Method, advantages, count_units, credit, denominators, group_sum, informative, lambda_at, low_rate,
-    numbered, policy_loss, resolve, spread, tail_miss, truncated_weight, value_loss,
+    Credit,
+    Look,
+    Method,
+    advantages,
+    count_units,
+    credit,
+    denominators,
+    group_sum,
+    informative,
+    lambda_at,
+    low_rate,
+    numbered,
+    policy_loss,
+    resolve,
+    spread,
+    tail_miss,
+    truncated_weight,
+    value_loss,
 )  # fmt: skip
 from rollout import Rollout, demonstrations, join, take
 from run import Run
@@ -128,7 +145,7 @@ def sampled(task: Task, policy: Policy, batch: list[int], step: int, cfg: Config
         dull = (~rows).new_ones(n).scatter(0, index, ~rows).nonzero()[:, 0].tolist()
         if not all_sum(torch.tensor(len(dull), device=roll.group.device)):
             break
-        fresh = data.order(len(task.examples), cfg.seed + attempt, step, cfg.batch_size)[: len(dull)]
+        fresh = others(len(task.examples), step, attempt, cfg)[: len(dull)]
         if not fresh:  # other ranks draw: gathering the weights is collective
             with lm.gathered(policy.model):
                 continue
@@ -139,6 +156,18 @@ def sampled(task: Task, policy: Policy, batch: list[int], step: int, cfg: Config
         roll = join(take(roll, keep, live), new)
         batch = [batch[g] for g in live] + fresh
     return batch, roll, scored
+
+
+def others(n: int, step: int, attempt: int, cfg: Config) -> list[int]:
+    """Prompts to put in the place of dull ones: an order of its own for every attempt, without those that the step, or an
+    earlier attempt, has on any rank; this rank's share of them."""
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    used = set(data.order(n, cfg.seed, step, cfg.batch_size))
+    rest = [int(i) for i in np.random.default_rng([cfg.seed, step, 1]).permutation(n) if int(i) not in used]
+    part = rest[
+        (attempt - 1) * cfg.batch_size : attempt * cfg.batch_size
+    ]  # no attempt replaces more than the whole batch
+    return part[rank::world]
 
 
 def demonstrated(task: Task, policy: Policy, batch: list[int], step: int, cfg: Config, method: Method):
@@ -275,7 +304,9 @@ def update(
             (loss * world).backward()  # FSDP averages over ranks, the denominators already count them all
             if critic is not None:
                 values = forward(critic, roll, rows, lm.completion_values, dtype=policy.dtype)
-                error = value_loss(values, look.values[rows], got.returns[rows], unit_ids[rows], each[rows], cfg.value_clip)
+                error = value_loss(
+                    values, look.values[rows], got.returns[rows], unit_ids[rows], each[rows], cfg.value_clip
+                )
                 (cfg.value_coef * error * world).backward()
                 part["value_loss"] = error.detach()
             if epoch == 0 and len(rows):
@@ -380,15 +411,17 @@ class Memory:
 
 
 def unit_weights_at(cfg: Config, method: Method, step: int, scored: rewards.Scored, roll: Rollout) -> list[float]:
-    """Weights of the units at a step: --weights, or 1 for the first phase and lambda (on its schedule) for later ones."""
+    """Weights of the units at a step: --weights, or lambda (on its schedule) for the ranking and 1 for other phases."""
     units = scored.reward.shape[1]
     if cfg.weights or method.unit != "phase":
         return list(cfg.weights) or [1.0] * units
     adv = advantages(scored.reward, scored.valid, roll.group, "mean")
     count = all_sum(scored.valid.double().sum(0)).clamp(min=1)
     remaining = (all_sum((adv**2).sum(0)) / count).sqrt()
+    later = cfg.phases.index("rank")
+    remaining = torch.stack([remaining[cfg.phases.index("slate")], remaining[later]])
     lam = lambda_at(cfg.lam, cfg.lam_schedule, cfg.lam_end, step / max(1, cfg.steps - 1), remaining)
-    return [1.0, *(lam if isinstance(lam, list) else [lam] * (units - 1))]
+    return [lam if u == later else 1.0 for u in range(units)]
 
 
 def optimizer_for(model, critic, cfg: Config) -> torch.optim.AdamW:

@@ -196,7 +196,6 @@ BAD_FLAGS = {  # what is wrong -> flags, words of the message
     "cutoff of 0": ("--eval_k 0", "--eval_k"),
     "width": ("--width 33", "--width 32"),
     "attention": ("--attention flash", "--attention 'flash' nearest 'flash_attention_2'"),
-    "warmup to the end": ("--steps 10 --warmup 10", "--warmup --steps 10"),
     "chain with a pool": ("--demo_order chain", "--demo_order pool"),
     "positions for instruct": ("--rank_form position --template instruct", "--rank_form terse"),
     "no such phase": ("--phases slate think rank --tags a b c d e f", "--phases 'think'"),
@@ -257,7 +256,7 @@ BAD_FILES = {
     "tabs": ("steps:\t1\n\tmu: 2", "line"),
     "Latin-1": ("prefix: café".encode("latin-1"), "utf-8"),
     "binary": (b"\x00\x01\x02", "config"),
-    "bad choice": ("method: ppo", "--method 'ppo'"),
+    "bad choice": ("method: pppo", "--method 'pppo'"),
     "bad value": ("group_size: 1", "--group_size 2"),
     "tags": ("tags: [a, b, c]", "--tags different"),
 }
@@ -285,7 +284,7 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(capsys):
 
 def test_an_evaluation_may_ask_for_what_a_training_run_may_not(capsys):
     """Truncated sampling, other cutoffs: eval.py trains nothing. What no command can do is refused there too."""
-    flags = "--top_p 0.9 --eval_k 10 --group_size 1 --batch_size 5 --temperature 0 --warmup 100".split()
+    flags = "--top_p 0.9 --eval_k 10 --group_size 1 --batch_size 5 --temperature 0".split()
     cfg = parse(flags, world_size=2, training=False)
     assert (cfg.top_p, cfg.eval_k, cfg.group_size) == (0.9, [10], 1)
     refused(capsys, flags, world_size=2)

@@ -395,7 +395,7 @@ def test_batches_cover_every_sample_once_within_the_budget():
 
 def test_demonstrations_have_the_shape_of_a_rollout_stop_token_included():
     """SFT reads the same dataclass: one row per prompt, masks from lengths, an id 0 inside a demonstration stays in."""
-    roll = demonstrations([[4], [5, 6]], [[7, 0, 1], [8, 1]], "cpu")
+    roll = demonstrations([[4], [5, 6]], [[[7, 0, 1]], [[8, 1]]], "cpu")
     assert rows(roll) == [[7, 0, 1], [8, 1]] and roll.mask.tolist() == [[1, 1, 1], [1, 1, 0]]
     assert roll.group.tolist() == [0, 1] and roll.finished.all() and (roll.logp == 0).all()
     assert {f.name for f in dataclasses.fields(roll)} >= {"prompt_ids", "tokens", "logp", "mask", "group", "finished"}
