@@ -145,6 +145,14 @@ def test_each_prompt_has_its_own_gamma_from_its_running_success():
     assert memory.gamma_of([7, 2], scored, rolled(scored.unit_ids, group), settings("focal_grpo")) is None
 
 
+def test_the_running_success_stays_between_0_and_1():
+    """Penalties below 0 are no success less than none, and what cannot be scored leaves no nan behind."""
+    cfg, memory = settings("focal_grpo", "--focal_ema 0.5"), train.Memory(torch.full((2,), math.nan))
+    scored = scores([-1.0, -1.0, 0.0, 1.0, 1.0, math.nan])
+    got = memory.gamma_of([0, 1], scored, rolled(scored.unit_ids, [0, 0, 0, 1, 1, 1]), cfg)
+    assert (got[:3] == 0).all() and (got[3:] > 0.6).all() and memory.success.isfinite().all()
+
+
 def test_the_low_learning_rate_control():
     """focal.md section 6: m_gamma, the mean the focal weight takes away; the policy's rate is multiplied by it."""
     assert [low_rate(g) for g in (0, 0.5, 1, 2)] == pytest.approx([1, 0.679061, 0.5, 0.3125], abs=1e-6)
