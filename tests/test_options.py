@@ -4,7 +4,6 @@ between two gradients. Each test fails when the option's code is taken out.
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +29,7 @@ from losses import (
     policy_loss,
     resolve,
     tail_miss,
+    unit_weights,
     value_loss,
     whiten,
 )
@@ -56,7 +56,8 @@ def scores(reward, ids=None, lengths=None, high=None) -> Scored:
     reward = torch.as_tensor(reward, dtype=F64)
     reward = reward[:, None] if reward.ndim == 1 else reward
     ids = torch.ones(len(reward), 2, dtype=torch.long) if ids is None else torch.as_tensor(ids)
-    parts = {"length": [float(n) for n in (lengths or [2] * len(reward))], "reward": reward.sum(1).tolist()}
+    parts = {"length": [float(n) for n in (lengths or [2] * len(reward))], "reward": reward.sum(1).tolist(),
+             "overlong": [0.0] * len(reward)}  # fmt: skip
     return Scored(ids, reward, ~reward.isnan(), parts, [""] * len(reward), [([], [])] * len(reward),
                   high or [1.0] * reward.shape[1])  # fmt: skip
 
@@ -219,7 +220,7 @@ class Prompts:
         cfg = settings("dapo", f"--refill {refill} --batch_size 4 --overlong 0")
         start = data.order(n, cfg.seed, step, 4)
         task = train.Task(list(range(n)), [], [], {})
-        batch, roll, scored = train.sampled(task, None, start, step, cfg, resolve(cfg))
+        batch, roll, scored = train.sampled(task, nets()[0], start, step, cfg, resolve(cfg))
         assert roll.prompt_ids == [[i] for i in batch] and roll.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
         assert roll.tokens.shape == scored.unit_ids.shape == roll.mask.shape and len(scored.texts) == 8
         return start, batch, scored
@@ -233,6 +234,12 @@ def test_refilling_ends_after_the_cap(monkeypatch):
     none = Prompts(lambda i: True)
     none.run(monkeypatch, 1000, 0)
     assert len(none.calls) == 1
+
+
+def test_refilling_from_few_prompts_keeps_the_size_of_the_step(monkeypatch):
+    """Where fewer others are left than groups are dull, the dull ones stay: the step must not shrink."""
+    _, batch, _ = Prompts(lambda i: True).run(monkeypatch, 10, 3)
+    assert len(batch) == 4
 
 
 def test_refilling_keeps_live_groups_and_draws_others_for_dull_ones(monkeypatch):
@@ -298,9 +305,10 @@ def test_three_phases():
     scored, options = scores(normal(4, 3), ids), "--phases plan slate rank --tags <P> </P> <S> </S> <R> </R> --lam 0.5"
     assert train.count_units(METHODS["fgrpo"], settings("fgrpo", options)) == 3
     adv = mean_only(scored.reward) * tensor(1.0, 1.0, 0.5)  # lambda is the weight of the ranking alone
-    own, causal = credited("fgrpo", options, scored), credited("fgrpo", options + " --credit causal", scored)
+    own = credited("fgrpo", options, scored)
     assert torch.allclose(own.adv, adv)
-    assert torch.allclose(causal.adv, torch.stack([adv.sum(1), adv[:, 1:].sum(1), adv[:, 2]], 1))
+    causal = unit_weights(mean_only(scored.reward), [1.0, 1.0, 0.5], "causal")
+    assert torch.allclose(causal, torch.stack([adv.sum(1), adv[:, 1:].sum(1), adv[:, 2]], 1))
     for u in range(3):
         for b in range(4):
             assert torch.allclose(own.token_adv[b][ids[b] == u + 1].double(), adv[b, u], atol=1e-6)
@@ -359,11 +367,11 @@ def test_a_run_with_a_blown_fuse_goes_back_to_its_best_checkpoint(sft, tmp_path,
     """The first step is at the start weights; then every one is beyond the limit, and the third puts the best back."""
     called, restore = [], train.Run.restore_best
 
-    def spy(run, policy):
+    def spy(run, policy, *rest):
         with torch.no_grad():  # something to be put back
             next(policy.model.parameters()).add_(1.0)
         called.append(1)
-        restore(run, policy)
+        restore(run, policy, *rest)
 
     monkeypatch.setattr(train.Run, "restore_best", spy)
     run = tmp_path / "a"
@@ -745,6 +753,6 @@ def test_the_log_of_a_step_says_how_much_had_a_signal():
     scored = scores([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
     group = [0] * 4 + [1] * 4
     got = credited("grpo", "", scored, group)
-    log = train.describe(scored, got, rolled(scored.unit_ids, group), SimpleNamespace())
+    log = train.describe(scored, got, rolled(scored.unit_ids, group), settings("grpo"))
     assert log["zero_adv"] == 0.5 and log["reward"] == 0.625
     assert log["tail_miss"] == pytest.approx(0.5 * (0.975**4 - 0.225**4 - 0.75**4))
