@@ -184,6 +184,8 @@ class Config:
 
     "== Method (empty or -1: what the row of METHODS says)"
 
+    scale: str = ""
+    """What advantages are divided by: none, std (of the group) or batch_std (of the batch)."""
     ratio: str = ""
     """Importance ratio: none, token, unit, sequence (the last two are geometric means) or sequence_token (the sequence's
     value, the token's gradient)."""
@@ -331,6 +333,8 @@ class Config:
     """Metric by which the best checkpoint is kept."""
     baseline: str = ""
     """eval.py: score random or popularity instead of a model."""
+    ranker: str = ""
+    """eval.py: another run, which goes on from the slate that --init wrote (decoupled_sft)."""
     against: str = ""
     """eval.py: another run folder, or its eval_SPLIT.jsonl, to compare with (paired bootstrap)."""
     save_every: int = 0
@@ -358,6 +362,7 @@ CHOICES = {  # fields whose value is one word of a short list; checked before an
     "schedule": ["constant", "linear", "cosine"],
     "attention": ["auto", "sdpa", "eager", "flash_attention_2"],
     "ratio": ["", "none", "token", "unit", "sequence", "sequence_token"],
+    "scale": ["", "none", "std", "batch_std"],
     "lam_schedule": ["constant", "linear", "cosine", "adaptive"],
     "rejected": ["count", "drop"],
     "pair_source": ["data", "model"],
@@ -451,6 +456,8 @@ def check(cfg: Config, world_size: int = 1, training: bool = True) -> Config:
     listed = answer_of(cfg) == "list"
     if cfg.data in LISTS and not listed:
         fail(f"--answer phases: answers to --data {cfg.data} are lists; leave --answer empty")
+    if cfg.ranker and listed:
+        fail(f"--ranker {cfg.ranker}: lists have no slate to go on from")
     if cfg.tail_quota >= 1 or cfg.requests_disagreement > 1:
         fail(
             f"--tail_quota {cfg.tail_quota} must be below 1, --requests_disagreement {cfg.requests_disagreement} at most 1"
@@ -559,6 +566,11 @@ def check_options(cfg: Config, row: Method) -> None:
         ("kl_fuse", sampled, "a method that samples"),
         ("diagnose_every", sampled and phases, "a method with phases"),
         ("weights", row.unit in ("phase", "rank"), "a method with several units"),
+        ("scale", grouped, "a method that compares samples of a prompt"),
+        ("overlong", sampled or cfg.pair_source == "model", "a method that samples"),
+        ("popularity_power", answer_of(cfg) == "phases", "answers with phases"),
+        ("tail_quota", answer_of(cfg) == "phases", "answers with phases"),
+        ("consensus", answer_of(cfg) == "list", "answers that are lists"),
     ]:
         if getattr(cfg, key) and not fits:
             fail(f"--{key} {getattr(cfg, key)}: needs {needs}; {cfg.method} is not such")
@@ -585,6 +597,10 @@ def check_options(cfg: Config, row: Method) -> None:
         fail(
             f"--keep_by {cfg.keep_by!r} is no column of the scores; nearest: {near!r} (with - in front: largest first)"
         )
+    if cfg.credit == "causal" and "plan" in cfg.phases:
+        fail("--credit causal: a plan is credited with the whole answer already; use --credit own")
+    if row.source == "pairs" and cfg.mu > 1:
+        fail(f"--mu {cfg.mu}: the gradient of {cfg.method} is that of the weights a step starts with; use --mu 1")
     if row.source == "pairs" and not cfg.beta:
         fail(f"--beta 0: {cfg.method} compares with the start weights, so its beta must be above 0")
     if row.source == "pairs" and cfg.pair_source == "model" and cfg.group_size < cfg.good_answers + cfg.bad_answers:

@@ -2,6 +2,7 @@
 
     python eval.py --init runs/demo/fgrpo --split test --against runs/demo/sft
     python eval.py --config configs/demo.yaml --baseline popularity
+    python eval.py --init runs/selector --ranker runs/ranker --run_dir runs/chained
 
 With --init RUN and no --config, the run's own settings are used. Every example gets one greedy completion (or one at
 eval_temperature). Results: a table on the terminal, and eval_SPLIT.json (means, intervals) and eval_SPLIT.jsonl (a row per
@@ -22,7 +23,7 @@ import data
 import model as lm
 import rewards
 from config import Config, answer_of, dump, fail, parse
-from rollout import Rollout, rollout
+from rollout import Rollout, demonstrations, rollout
 from run import lines_of, write
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -156,6 +157,32 @@ class Policy:
         with lm.gathered(self.model):
             return rollout(self.model, prompts, samples, self.stop, max_new_tokens=cfg.max_new_tokens, temperature=temperature,
                            top_p=cfg.top_p, keys=keys, prefix=prefix, kv_tokens=cfg.kv_tokens, dtype=self.dtype)  # fmt: skip
+
+
+@dataclass
+class Chained(Policy):
+    """Two checkpoints in a chain (decoupled_sft): the first writes up to the end of the slate, the ranker goes on from there,
+    on a slate that it was not trained on. The same checkpoint twice is the one-checkpoint variant."""
+
+    ranker: Policy = None
+
+    def rollout(self, prompts, samples, temperature, keys, cfg):
+        first = super().rollout(prompts, samples, temperature, keys, cfg)
+        close = cfg.tags[2 * cfg.phases.index("slate") + 1].encode()
+        heads = []
+        for tokens, real in zip(first.tokens.tolist(), first.mask.sum(1).tolist()):
+            said, n = cfg.prefix.encode(), 0
+            while n < real and close not in said:
+                said, n = said + self.pieces[tokens[n]], n + 1
+            heads.append(tokens[:n])
+        group = first.group.tolist()
+        asked = [first.prompt_ids[g] + head for g, head in zip(group, heads)]
+        streams = [(*keys[g], 1, b) for b, g in enumerate(group)]
+        rest = self.ranker.rollout(asked, 1, temperature, streams, replace(cfg, prefix=""))
+        answers = [[] for _ in first.prompt_ids]
+        for b, g in enumerate(group):
+            answers[g].append(heads[b] + rest.tokens[b][rest.mask[b]].tolist())
+        return replace(demonstrations(first.prompt_ids, answers, rest.tokens.device), finished=rest.finished)
 
 
 def open_policy(cfg: Config, split: data.Split, device: torch.device) -> Policy:
@@ -304,6 +331,11 @@ def main(argv: list[str]) -> dict[str, dict]:
     if not cfg.baseline:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         policy = open_policy(cfg, split, device)
+        if cfg.ranker:
+            ranker = open_policy(replace(cfg, init=cfg.ranker), split, device)
+            if ranker.pieces != policy.pieces:
+                fail(f"--ranker {cfg.ranker}: its tokenizer is another one than that of --init {cfg.init}")
+            policy = Chained(**vars(policy), ranker=ranker)
         examples, prompts = data.fit(split, policy.tokenizer, cfg)
     if other is not None:
         theirs = {r["id"]: r.get("gold") for r in other}

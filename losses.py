@@ -106,9 +106,9 @@ METHODS = {
     "gspo":          Method("sample", "sequence", "mean",   "std",    "sequence",       Clip(3e-4, 4e-4), "seq_mean"),
     "gspo_token":    Method("sample", "sequence", "mean",   "std",    "sequence_token", Clip(3e-4, 4e-4), "seq_mean"),
     "rank_grpo":     Method("sample", "rank",     "mean",   "std",    "unit",           Clip(0.06, 0.08), "unit_mean",
-                            {"draw": "row"}),
+                            {"draw": "row", "beta": 1e-3}),
     "remark":        Method("sample", "rank",     "mean",   "std",    "unit",           Clip(0.06, 0.08), "unit_mean",
-                            {"draw": "request"}),
+                            {"draw": "request", "beta": 1e-3}),
 }  # fmt: skip
 
 
@@ -121,7 +121,8 @@ def resolve(cfg) -> Method:
     elif clip is not None or cfg.clip_low >= 0 or cfg.clip_high >= 0:
         low, high = clip or NARROW
         clip = Clip(low if cfg.clip_low < 0 else cfg.clip_low, high if cfg.clip_high < 0 else cfg.clip_high)
-    return replace(row, ratio=cfg.ratio or row.ratio, aggregate=cfg.aggregate or row.aggregate, clip=clip)
+    return replace(row, scale=cfg.scale or row.scale, ratio=cfg.ratio or row.ratio, aggregate=cfg.aggregate or row.aggregate,
+                   clip=clip)  # fmt: skip
 
 
 def count_units(row: Method, cfg) -> int:
@@ -344,7 +345,7 @@ class Look:
 @dataclass
 class Credit:
     """What a step trains on: advantages (B,T) on tokens, unit_ids (B,T) with what is left out set to 0, and for the log the
-    advantages (B,U) of units, success rates (B,U), returns (B,T) for a critic and the loss of preferences."""
+    weighted advantages (B,U) of units (before causal credit), success rates (B,U), returns (B,T) for a critic and the loss of preferences."""
 
     token_adv: Tensor
     unit_ids: Tensor
@@ -401,8 +402,8 @@ def credit(
     if cfg.focal_gamma:
         gamma = cfg.focal_gamma if ema is None else 2 * cfg.focal_gamma * ema[:, None].to(adv.dtype)
         adv = adv * focal_weight(rate, gamma)
-    adv = unit_weights(adv, weights, cfg.credit)
-    out.adv, out.token_adv = adv, spread(adv, ids).float()
+    out.adv = unit_weights(adv, weights)
+    out.token_adv = spread(unit_weights(adv, weights, cfg.credit), ids).float()
     if row.unit == "rank":
         last = roll.mask.sum(1, keepdim=True) - 1
         at = torch.arange(ids.shape[1], device=ids.device)

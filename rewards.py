@@ -661,7 +661,7 @@ def score(
         scorable = not math.isnan(total)
         row.parts["reward"] = total if scorable else 0.0
         for key, value in {
-            **row.parts, "unscorable": float(not scorable), "efficiency": row.parts["reward"] / max(1, len(units)),
+            **row.parts, "overlong": late, "unscorable": float(not scorable), "efficiency": row.parts["reward"] / max(1, len(units)),
             "length": float(len(units)), "finished": float(roll.finished[b]),
         }.items():  # fmt: skip
             parts.setdefault(key, []).append(value)

@@ -27,7 +27,7 @@ from tqdm import tqdm
 import data
 import model as lm
 import rewards
-from config import Config, fail, parse
+from config import Config, answer_of, fail, parse
 from eval import Policy, evaluate, means, open_policy
 from losses import (
     Credit,
@@ -90,7 +90,7 @@ def main(cfg: Config) -> dict[str, float]:
         extra = diagnose(policy, roll, look, got, cfg, method) if cfg.diagnose_every and due(cfg.diagnose_every) else {}
         metrics = update(policy, critic, optimizer, roll, look, got, cfg, method, memory) | extra
         if memory.blown and int(memory.blown) % 3 == 0:
-            run.restore_best(policy)
+            run.restore_best(policy, reference)
         metrics |= describe(scored, got, roll, cfg) | {"lr": optimizer.param_groups[0]["lr"]}
 
         done, leaving = step + 1, bool(all_sum(torch.tensor(float(stop.asked), device=device)))
@@ -140,7 +140,7 @@ def sampled(task: Task, policy: Policy, batch: list[int], step: int, cfg: Config
     at most refill times; what is left then stays, without a signal (F54)."""
     roll, scored = sample(task, policy, batch, [(cfg.seed, step, i) for i in batch], cfg, method)
     for attempt in range(1, cfg.refill + 1):
-        rows = informative(scored.reward, scored.valid, roll.group).any(1)
+        rows = lively(scored, roll)
         index, n = numbered(roll.group)
         dull = (~rows).new_ones(n).scatter(0, index, ~rows).nonzero()[:, 0].tolist()
         if not all_sum(torch.tensor(len(dull), device=roll.group.device)):
@@ -156,6 +156,12 @@ def sampled(task: Task, policy: Policy, batch: list[int], step: int, cfg: Config
         roll = join(take(roll, keep, live), new)
         batch = [batch[g] for g in live] + fresh
     return batch, roll, scored
+
+
+def lively(scored: rewards.Scored, roll: Rollout) -> torch.Tensor:
+    """Has the row's group a signal (B,)? The punishment of length is no signal: DAPO asks for right and wrong answers."""
+    late = scored.reward.new_tensor(scored.parts["overlong"])[:, None]
+    return informative((scored.reward - late).round(decimals=9), scored.valid, roll.group).any(1)
 
 
 def others(n: int, step: int, attempt: int, cfg: Config) -> list[int]:
@@ -355,20 +361,18 @@ def diagnose(policy: Policy, roll: Rollout, look: Look, got: Credit, cfg: Config
             policy_loss(logp, look.logp_old[rows], token_adv[rows], ids[rows], denom[rows], method, 1.0)[0].backward()
         grads = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
         model.zero_grad(set_to_none=True)
-        return [g for g in grads if g is not None]
+        return [torch.zeros_like(p) if g is None else g for g, p in zip(grads, model.parameters())]
 
     def dot(a: list, b: list) -> float:
         total = sum((x * y).sum() for x, y in zip(a, b))
         return float(total.full_tensor() if hasattr(total, "full_tensor") else total)
 
-    by_unit = [gradient(torch.where(ids == u + 1, got.token_adv, 0)) for u in range(units)]
-    own = [sum(g) for g in zip(*by_unit)]
-    others = got.adv.sum(1, keepdim=True) - got.adv
-    cross = gradient(spread(others, ids).float())
-    norms = [math.sqrt(dot(g, g)) for g in (by_unit[-2], by_unit[-1], own, cross)]
-    tiny = 1e-30
-    return {"cosine": dot(by_unit[-2], by_unit[-1]) / max(tiny, norms[0] * norms[1]),
-            "cross": norms[3] / max(tiny, norms[2] + norms[3])}  # fmt: skip
+    token_adv = spread(got.adv, ids).float()
+    slate, ranking = (gradient(torch.where(ids == cfg.phases.index(p) + 1, token_adv, 0)) for p in ("slate", "rank"))
+    own, cross = gradient(token_adv), gradient(spread(got.adv.sum(1, keepdim=True) - got.adv, ids).float())
+    size = [math.sqrt(dot(g, g)) for g in (slate, ranking, own, cross)]
+    return {"cosine": dot(slate, ranking) / max(1e-30, size[0] * size[1]),
+            "cross": size[3] / max(1e-30, size[2] + size[3])}  # fmt: skip
 
 
 @dataclass
@@ -444,14 +448,21 @@ def learning_rate(cfg: Config, step: int) -> float:
 def describe(scored: rewards.Scored, got: Credit, roll: Rollout, cfg: Config) -> dict[str, float]:
     """Means over the step's samples of every part of the reward, the share of units without a signal (F21) and the chance
     that a group as hard as these misses a right answer ten times rarer than all right ones (tail_miss)."""
-    adv, n = got.adv, group_sum(torch.ones_like(got.adv), roll.group)[:, 0].tolist()
+    adv, n = got.adv[:, : len(scored.high)], group_sum(torch.ones_like(got.adv), roll.group)[:, 0].tolist()
+    if answer_of(cfg) == "list" and adv.shape[1] > 1:
+        adv = adv[:, :-1]  # what follows a list never has an advantage of its own
     sums = {k: sum(v) for k, v in scored.parts.items()} | {"zero_adv": float((adv == 0).double().mean(1).sum())}
+    if "overlong" in scored.parts:
+        sums["dull"] = float((~lively(scored, roll)).sum())
     sums["tail_miss"] = sum(tail_miss(mu, 0.1 * mu, int(g)) for mu, g in zip(got.rate[:, 0].tolist(), n))
     sums |= {"rows": float(len(adv)), "row_steps": float(roll.row_steps), "sampled_tokens": float(roll.mask.sum())}
     sums = dict(zip(sums, all_sum(torch.tensor(list(sums.values()), dtype=torch.float64, device=adv.device)).tolist()))
     rows, steps, tokens = sums.pop("rows"), sums.pop("row_steps"), sums.pop("sampled_tokens")
     out = {k: v / rows for k, v in sums.items()} | {"wasted": 1 - tokens / steps if steps else 0.0}
-    return out if got.preference is None else out | {"preference_loss": float(got.preference)}
+    if got.preference is None:
+        return out
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return out | {"preference_loss": float(all_sum(got.preference)) / world}
 
 
 def completion_ids(policy: Policy, text: str) -> list[int]:

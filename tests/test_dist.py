@@ -39,8 +39,8 @@ def record(folder, sft: str, rank: int, ranks: int) -> dict[str, dict]:
     for name, text in RUNS.items():
         now = seen[name] = {"samples": [], "micro": [], "rows": [], "asked": []}
 
-        def scored(roll, examples, pieces, cfg, unit, now=now):
-            out = score(roll, examples, pieces, cfg, unit)
+        def scored(roll, examples, pieces, cfg, unit, now=now, **kwargs):
+            out = score(roll, examples, pieces, cfg, unit, **kwargs)
             if unit == "phase" and len(roll.group) > len(examples):  # of the training step, not of an evaluation
                 for b, g in enumerate(roll.group.tolist()):
                     tokens = roll.tokens[b][roll.mask[b]].tolist()
