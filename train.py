@@ -45,6 +45,7 @@ from losses import (
     policy_loss,
     resolve,
     spread,
+    success_rate,
     tail_miss,
     truncated_weight,
     value_loss,
@@ -150,7 +151,7 @@ def sampled(task: Task, policy: Policy, batch: list[int], step: int, cfg: Config
             with lm.gathered(policy.model):
                 continue
         new, new_scored = sample(task, policy, fresh, [(cfg.seed, step, i, attempt) for i in fresh], cfg, method)
-        live = [g for g in range(n) if g not in set(dull)]
+        live = [g for g in range(n) if g not in set(dull[: len(fresh)])]  # with too few fresh ones the rest stays
         keep = torch.isin(roll.group, torch.tensor(live, dtype=torch.long, device=roll.group.device))
         scored = rewards.concat(rewards.pick(scored, keep), new_scored)
         roll = join(take(roll, keep, live), new)
@@ -399,9 +400,8 @@ class Memory:
         if not cfg.focal_ema:
             return None
         index = roll.group.cpu()
-        ok = torch.where(scored.valid, scored.reward / scored.reward.new_tensor(scored.high), 0).mean(1, keepdim=True)
-        n = group_sum(torch.ones_like(ok), roll.group)
-        now = (group_sum(ok, roll.group) / n).clamp(0, 1)[:, 0].float().cpu()
+        rate = success_rate(scored.reward / scored.reward.new_tensor(scored.high), scored.valid, roll.group)
+        now = rate.mean(1).float().cpu()
         seen = torch.tensor(batch)[index]
         was = self.success[seen]
         ema = torch.where(was.isnan(), now, cfg.focal_ema * was + (1 - cfg.focal_ema) * now)
