@@ -81,7 +81,7 @@ class Config:
     """How a demonstrated ranking names an item: item (as in the slate) or position (1-based, in the slate)."""
     demo_order: str = "shuffled"
     """Order of a demonstrated slate: shuffled, gold_first, pool (as listed: a model from scratch learns to copy much
-    faster), or chain (built-in world: each item follows the last)."""
+    faster), or chain (no pool: each item follows the last; of recommendation files: what the user took next)."""
     template: str = "terse"
     """Prompt wording: terse (models built from scratch) or instruct (pretrained ones)."""
     tags: list[str] = field(default_factory=lambda: ["<SLATE>", "</SLATE>", "<RANK>", "</RANK>"])
@@ -493,8 +493,8 @@ def check(cfg: Config, world_size: int = 1, training: bool = True) -> Config:
         fail("--seed and --data_seed must be below 2^63")
     if cfg.rank_form == "position" and cfg.template == "instruct":
         fail("--rank_form position: the instruct prompts ask for titles or pool numbers; use --template terse")
-    if cfg.demo_order == "chain" and (cfg.data != "world" or cfg.show_pool):
-        fail("--demo_order chain is for the built-in world without a pool; use pool, shuffled or gold_first")
+    if cfg.demo_order == "chain" and (cfg.data not in ("world", "movielens", "lastfm") or cfg.show_pool):
+        fail("--demo_order chain is for recommendation data without a pool; use pool, shuffled or gold_first")
     if training:
         check_training(cfg, world_size)
     return cfg

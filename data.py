@@ -550,7 +550,8 @@ def next_item(cfg: Config, split: str, events, named) -> Split:
     earlier one with something before it a train target. The prompt has the cfg.history items before the target.
     Pool: the target and negatives that the user has nowhere in the sequence, out of all items that anyone has, uniform
     or in proportion to their count in the training part (a pool is smaller where these run out). Without show_pool the
-    candidates of all examples are one shared list, and the pool only serves the demonstration.
+    candidates of all examples are one shared list, and the pool only serves the demonstration; with demo_order chain that
+    is what the user took next, in order, as far as the training part goes.
     Everything is arrays until max_examples has chosen, so tens of millions of rows fit in a few GB.
     """
     users, items, times, names, dropped = gather(events, named)
@@ -578,7 +579,12 @@ def next_item(cfg: Config, split: str, events, named) -> Split:
         pool = [target, *(names[i] for i in draw_outside(rng, weight_sum, taken, min(cfg.pool_size - 1, free)))]
         rng.shuffle(pool)
         gold = {target: 1.0}
-        demo = demonstrate(cfg, pool, gold, rng, history[-1])
+        if cfg.demo_order == "chain":
+            stop = max(row + 1, begin + length[row] - 2)  # never a valid or test target of the user
+            ahead = [names[i] for i in items[row : min(row + cfg.slate_size, stop)].tolist()]
+            demo = write_demo(cfg, catalog, ahead, ahead[: cfg.rank_size], history[-1])
+        else:
+            demo = demonstrate(cfg, pool, gold, rng, history[-1])
         prompt = write_prompt(cfg, "recommend", pool, history=history)
         examples.append(Example(id, prompt, pool if cfg.show_pool else catalog, gold, demo, history))
     return Split(examples, +dropped, {names[i]: int(count[i]) for i in np.flatnonzero(count)}, catalog)

@@ -15,6 +15,7 @@ import concurrent.futures
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -26,9 +27,11 @@ import numpy as np
 import data
 from config import parse, read_yaml
 from eval import compare, read_rows
+from losses import METHODS
 from run import write
 
 RUNS, RESULTS = "runs", "results"
+CHILDREN: list[subprocess.Popen] = []
 
 
 @dataclass
@@ -39,6 +42,7 @@ class Arm:
     flags: list[str]
     after: str = ""
     baseline: str = ""  # no training: evaluate random or popularity
+    chained: str = ""  # evaluate this arm going on from the slates of that one
 
 
 @dataclass
@@ -63,11 +67,23 @@ def commands(entry: Entry, name: str, arm: Arm, seed: int) -> list[list[str]]:
     if arm.baseline:
         return [["eval.py", *base, "--baseline", arm.baseline]]
     start = ["--init", entry.folder(name, arm.after, seed)] if arm.after else []
-    return [["train.py", *base, *start, *arm.flags], ["eval.py", "--init", folder]]
+    score = ["eval.py", "--init", folder]
+    if arm.chained:
+        first = entry.folder(name, arm.chained, seed)
+        score = ["eval.py", "--init", first, "--ranker", folder, "--run_dir", folder]
+    return [["train.py", *base, *start, *arm.flags], score]
 
 
 def result_of(folder: str, arm: Arm) -> str:
     return os.path.join(folder, "eval_test" + (f"_{arm.baseline}" if arm.baseline else "") + ".json")
+
+
+def spawn(command: list[str], **kwargs) -> subprocess.Popen:
+    """Run a command to its end; CHILDREN are told to stop when this process is."""
+    child = subprocess.Popen(command, **kwargs)
+    CHILDREN.append(child)
+    child.wait()
+    return child
 
 
 def run_arm(entry: Entry, name: str, arm: Arm, seed: int) -> None:
@@ -86,7 +102,7 @@ def run_arm(entry: Entry, name: str, arm: Arm, seed: int) -> None:
             elif os.path.isdir(folder):
                 shutil.rmtree(folder)  # stopped before its first checkpoint: nothing to keep
         with open(f"{folder}.txt", "a", encoding="utf-8") as out:
-            code = subprocess.run([sys.executable, *command], stdout=out, stderr=out).returncode
+            code = spawn([sys.executable, *command], stdout=out, stderr=out).returncode
         if code:
             with open(f"{folder}.txt", encoding="utf-8") as f:
                 tail = f.read().strip().splitlines()[-5:]
@@ -135,14 +151,16 @@ def run(entry: Entry, name: str, jobs: int) -> None:
             print(f"{name} left out: it needs {entry.needs} in $DATA_DIR or data/", flush=True)
             return
     todo = [(a, s) for s in entry.seeds for a in entry.arms if not done(entry, name, a, s)]
-    todo.sort(key=lambda t: bool(t[0].after))  # first what others wait for, so that none holds a worker for nothing
+    todo.sort(
+        key=lambda t: bool(t[0].after or t[0].chained)
+    )  # first what others wait for, so that none holds a worker for nothing
     total = len(entry.arms) * len(entry.seeds)
     print(f"{name}: {entry.what}; {total - len(todo)} of {total} arms are there already", flush=True)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         started: dict[tuple[str, int], concurrent.futures.Future] = {}
 
         def after(arm: Arm, seed: int) -> None:
-            if (first := started.get((arm.after, seed))) is not None:
+            if (first := started.get((arm.after or arm.chained, seed))) is not None:
                 first.result()
             run_arm(entry, name, arm, seed)
 
@@ -161,6 +179,8 @@ def run(entry: Entry, name: str, jobs: int) -> None:
         except BaseException as e:
             for f in started.values():
                 f.cancel()
+            for child in CHILDREN:
+                child.terminate()  # they finish their step, save and leave
             sys.exit(f"{name} stopped: {str(e) or type(e).__name__}\nrun the same command again to go on")
     os.makedirs(RESULTS, exist_ok=True)
     entry.report(entry, name)
@@ -335,9 +355,11 @@ def demo_report(entry: Entry, name: str) -> None:
 
 SFT = "--method sft --steps 400 --batch_size 64 --lr 1e-3 --schedule linear".split()
 MOVIELENS_SFT = (
-    "--method sft --steps 1600 --batch_size 64 --lr 2e-3 --warmup 50 --schedule linear --save_every 400".split()
+    "--method sft --steps 500 --lr 2e-3 --adam_beta2 0.95 --weight_decay 0.1 --schedule linear --eval_every 0".split()
 )
-WORLD = "configs/demo.yaml"
+WORLD, LISTS = "configs/demo.yaml", "configs/requests.yaml"
+HALF = ["--method", "decoupled_sft", *SFT[2:]]  # the same demonstrations, one phase of them
+PHASED = [m for m, row in METHODS.items() if row.source == "sample" and row.unit != "rank"]
 
 ENTRIES = {
     # The paper's GRPO baseline divides by no standard deviation: that is the row dr_grpo, one column away from fgrpo.
@@ -360,8 +382,25 @@ ENTRIES = {
          Arm("fgrpo-words", ["--method", "fgrpo", "--train_delimiters", "false"], "sft")],
         comparison(["recall@1", "recall@5", "ndcg@3", "slate_recall", "invalid"], [("grpo", "dr_grpo"), ("fgrpo-words", "fgrpo")]),
         seeds=[0, 1, 2]),
+    "methods": Entry(
+        "Every method from the same SFT on the built-in world, 200 steps, at its own defaults", WORLD,
+        [Arm("popularity", [], baseline="popularity"), Arm("sft", SFT),
+         *(Arm(m, ["--method", m], "sft") for m in ("dpo", "s_dpo", "mult_dpo", *PHASED)),
+         Arm("selector", HALF), Arm("decoupled_sft", [*HALF, "--weights", "0", "1"], chained="selector")],
+        comparison(["recall@1", "recall@5", "ndcg@3", "slate_recall", "invalid"],
+                   [(m, "sft") for m in ("dpo", "s_dpo", "mult_dpo", *PHASED)]),
+        seeds=[0]),
+    "lists": Entry(
+        "SFT, GRPO, GSPO, Rank-GRPO and ReMaRk on built-in requests with several responders", LISTS,
+        [Arm("popularity", [], baseline="popularity"), Arm("sft", SFT), Arm("grpo", ["--method", "grpo"], "sft"),
+         Arm("gspo", ["--method", "gspo"], "sft"), Arm("rank_grpo", ["--method", "rank_grpo"], "sft"),
+         Arm("remark", ["--method", "remark"], "sft"),
+         Arm("mean", ["--method", "remark", "--consensus", "1", "--scale", "batch_std"], "sft")],
+        comparison(["recall@5", "recall@10", "row_recall@10", "ndcg@10", "lines"],
+                   [("rank_grpo", "sft"), ("rank_grpo", "grpo"), ("remark", "rank_grpo"), ("mean", "remark")]),
+        seeds=[0, 1, 2]),
     "movielens": Entry(
-        "SFT, GRPO (the row dr_grpo) and F-GRPO on MovieLens latest-small, from scratch", "configs/movielens.yaml",
+        "SFT, GRPO (the row dr_grpo) and F-GRPO on MovieLens latest-small, from scratch, all its 138 movies with 100 ratings", "configs/movielens.yaml",
         [Arm("random", [], baseline="random"), Arm("popularity", [], baseline="popularity"), Arm("sft", MOVIELENS_SFT),
          Arm("dr_grpo", ["--method", "dr_grpo"], "sft"), Arm("fgrpo", ["--method", "fgrpo"], "sft")],
         comparison(["recall@1", "recall@5", "ndcg@5", "slate_recall", "invalid"],
@@ -371,6 +410,7 @@ ENTRIES = {
 
 
 def main(argv: list[str]) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("SIGTERM"))
     p = argparse.ArgumentParser(description="Tables and figures; see the head of this file.")
     p.add_argument("action", choices=["list", "run", "commands"])
     p.add_argument("entry", nargs="?", default="all", choices=["all", *ENTRIES])

@@ -68,7 +68,7 @@ def here(patch) -> list[list[str]]:
                 return SimpleNamespace(returncode=stop.code)
         return SimpleNamespace(returncode=0)
 
-    patch.setattr(repro.subprocess, "run", run)
+    patch.setattr(repro, "spawn", run)
     patch.setattr(train, "Signals", lambda: SimpleNamespace(asked=False, restore=lambda: None))  # for main threads only
     return ran
 
@@ -272,7 +272,7 @@ def acting(monkeypatch, act):
             f.write("steps: 2\n")
         return SimpleNamespace(returncode=0 if steps else 1)
 
-    monkeypatch.setattr(repro.subprocess, "run", run)
+    monkeypatch.setattr(repro, "spawn", run)
     return started
 
 
@@ -322,7 +322,7 @@ def test_an_arm_stopped_by_a_signal_is_not_done_and_goes_on(monkeypatch, tmp_pat
         finally:
             process.kill()
 
-    monkeypatch.setattr(repro.subprocess, "run", run)
+    monkeypatch.setattr(repro, "spawn", run)
     arm = Arm("sft", "--method sft --lr 1e-3 --steps 150 --save_every 0".split())
     entry = entry_in(tmp_path, [arm], comparison(COLUMNS, []))
     message = stopped(entry)
