@@ -289,6 +289,18 @@ def test_sequences_are_in_time_order_with_ties_in_file_order_and_the_last_two_le
     assert seen(load("movielens", tmp_path, "test", history=2))[0] == ("1/5", names(10, 13), names(14))
 
 
+def test_a_chain_is_what_the_user_took_next_within_the_training_part(tmp_path):
+    """User 1 by time: 11 12 10 | 13 14. The last two are the valid and the test target: no demonstration may name them."""
+    write_latest(tmp_path)
+    options = {"show_pool": False, "demo_order": "chain", "slate_size": 3, "rank_size": 2}
+    train = load("movielens", tmp_path, "train", **options)
+    tags = Config().tags
+    shown = lambda slate, ranking: "\n".join([tags[0], *slate, tags[1], tags[2], *ranking, tags[3]])  # noqa: E731
+    assert [e.demo for e in train.examples] == [
+        shown(names(12, 10), names(12, 10)), shown(names(10), names(10)), shown(names(13), names(13))]  # fmt: skip
+    assert all(e.candidates == train.catalog for e in train.examples)
+
+
 def test_popularity_counts_the_training_part_only(tmp_path):
     counts = {SHOWN[11]: 2, SHOWN[12]: 1, SHOWN[10]: 1, SHOWN[13]: 1}
     for split in ("train", "valid", "test"):

@@ -197,6 +197,34 @@ def test_a_malformed_answer_scores_zero_and_is_counted(sft, monkeypatch):
     assert evaluation.means(rows)["hit@1"] == 0.5
 
 
+@pytest.mark.parametrize("prefix", ["", "<SLATE>\n"])
+def test_a_ranker_goes_on_from_the_slate_of_another_checkpoint(sft, monkeypatch, prefix):
+    """decoupled_sft: of the first answer what lies behind the slate's close tag is dropped, the second is asked to go on
+    there, and both together are the answer. A first answer without that tag stays whole."""
+    cfg, policy, examples, prompts = opened(sft, "--world_slack 0")
+    cfg.prefix = prefix
+    encode = lambda text: policy.tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    texts = [e.demo.removeprefix(prefix) for e in examples]
+    cut = [t.index("<RANK>") for t in texts]
+    first = [[*encode(t[:c] + t[:c]), 1] for t, c in zip(texts, cut)]  # goes on with a slate of its own
+    first[0] = encode("no tag")
+    second = [[*encode(t[c:]), 1] for t, c in zip(texts, cut)]
+    asked = []
+
+    def scripted(model, prompts, samples, stop, **kwargs):
+        asked.append([p + list(kwargs["prefix"]) for p in prompts])
+        answers = first if model is policy.model else second
+        return demonstrations(asked[-1], [[a] for a in answers], CPU)
+
+    monkeypatch.setattr(evaluation, "rollout", scripted)
+    other = evaluation.Policy(torch.nn.Linear(1, 1), *list(vars(policy).values())[1:])
+    chained = evaluation.Chained(**vars(policy), ranker=other)
+    rows = evaluation.evaluate(chained, examples, prompts, cfg)
+    assert [r["text"].removesuffix("<eos>") for r in rows[1:]] == [e.demo for e in examples[1:]]
+    assert rows[0]["metrics"]["invalid"] == 1 and not any(r["metrics"]["invalid"] for r in rows[1:])
+    assert asked[1][1] == prompts[1] + encode(prefix) + encode(texts[1][: cut[1]])
+
+
 LISTED = "--data requests --requests_examples 40 --eval_k 1 3 --layers 1 --width 32 --slate_size 4 --method sft".split()
 
 

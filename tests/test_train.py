@@ -500,3 +500,33 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path):
         for process in started.values():
             process.kill()
             process.wait()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How the phases' gradients get along
+
+
+def test_a_diagnosis_changes_nothing_and_stays_in_its_range(sft, tmp_path):
+    text = f"--method fgrpo --init {sft} --steps 2 --lr 3e-3 --train_delimiters true"
+    go(tmp_path / "plain", text)
+    go(tmp_path / "seen", f"{text} --diagnose_every 1")
+    assert same(weights(tmp_path / "plain"), weights(tmp_path / "seen"))
+    for row in lines(tmp_path / "seen"):
+        assert -1 <= row["cosine"] <= 1 and 0 < row["cross"] < 1
+
+
+def test_the_crossing_part_is_what_a_joint_advantage_adds(sft, tmp_path, monkeypatch):
+    """With causal credit left out and lambda 0 nothing of the ranking's advantage reaches slate tokens: what crosses is the
+    slate's advantage on ranking tokens alone, so without a slate signal nothing crosses."""
+    score = train.rewards.score
+
+    def no_slate_signal(*args, **kwargs):
+        out = score(*args, **kwargs)
+        out.reward[:, 0] = 1.0
+        return out
+
+    monkeypatch.setattr(train.rewards, "score", no_slate_signal)
+    go(tmp_path / "zero", f"--method fgrpo --init {sft} --steps 1 --lam 0 --diagnose_every 1")
+    assert lines(tmp_path / "zero")[0]["cross"] == 0
+    go(tmp_path / "one", f"--method fgrpo --init {sft} --steps 1 --lam 1 --diagnose_every 1")
+    assert lines(tmp_path / "one")[0]["cross"] > 0 and lines(tmp_path / "one")[0]["cosine"] == 0
