@@ -451,23 +451,29 @@ def table(cfg: Config, path: str, sep: str, columns: dict, header=True, encoding
 
 def records(cfg: Config, path: str) -> Iterator[dict]:
     """Records of a JSON array or of JSON Lines, told apart by the first character: suffixes do not tell."""
-    text = lines(cfg, path)
-    first = next((line for line in text if line.strip()), "")
+    text, blank, first = lines(cfg, path), [], ""
+    for first in text:
+        if first.strip():
+            break
+        blank.append(first)
     if first.lstrip().startswith("["):
-        yield from parse_json(cfg, path, "".join([first, *text]))
+        yield from parse_json(cfg, path, "".join([*blank, first, *text]))
         return
-    for n, line in enumerate(itertools.chain([first], text), 1):
+    for n, line in enumerate(itertools.chain([first], text), 1 + len(blank)):
         if line.strip():
-            yield parse_json(cfg, f"{path} record {n}", line)
+            yield parse_json(cfg, path, line, n)
 
 
-def parse_json(cfg: Config, place: str, text: str):
+def parse_json(cfg: Config, path: str, text: str, line=1):
+    """text starts at the given line of the file."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError as e:
-        early = "Unterminated" in e.msg or not text[e.pos :].strip()
-        damaged(cfg, f"{place} character {e.pos + 1}", "the JSON ends early: the file is cut short" if early else
-                f"not JSON ({e.msg}): neither one array nor an object per line")  # fmt: skip
+    except ValueError as e:  # JSONDecodeError, or a number with thousands of digits
+        at, what = getattr(e, "pos", 0), getattr(e, "msg", str(e))
+        early = "Unterminated" in what or (at and not text[at:].strip())
+        place = f"{path} line {line + text.count(chr(10), 0, at)}, column {at - text.rfind(chr(10), 0, at)}"
+        damaged(cfg, place, "the JSON ends early: the file is cut short" if early else
+                f"not JSON ({what}): neither one array nor an object per line")  # fmt: skip
 
 
 def sample(cfg: Config, records, dropped: dict[str, int]):
@@ -590,15 +596,21 @@ def next_item(cfg: Config, split: str, events, named) -> Split:
     return Split(examples, +dropped, {names[i]: int(count[i]) for i in np.flatnonzero(count)}, catalog)
 
 
+def whole(text: str) -> int:
+    if not abs(number := int(text[:40])) < 2**63:
+        raise ValueError(text)
+    return number
+
+
 def half_stars(text: str) -> float:
     if not 0 <= (rating := float(text)) <= 5:  # written so that nan fails too
         raise ValueError(text)
     return rating
 
 
-RATING = {"userId": int, "movieId": int, "rating": half_stars, "timestamp": int}
-MOVIE = {"movieId": int, "title": str, "genres": str}
-U_ITEM = {"movie id": int, "movie title": str, **{f"field {i}": str for i in range(2, 24)}}  # dates, URL, 19 genres
+RATING = {"userId": whole, "movieId": whole, "rating": half_stars, "timestamp": whole}
+MOVIE = {"movieId": whole, "title": str, "genres": str}
+U_ITEM = {"movie id": whole, "movie title": str, **{f"field {i}": str for i in range(2, 24)}}  # dates, URL, 19 genres
 MOVIELENS = {  # ratings file -> separator; titles file, its separator, columns and encoding; do they have a header?
     "ratings.csv": (",", "movies.csv", ",", MOVIE, "utf-8", True),
     "u.data": ("\t", "u.item", "|", U_ITEM, "iso-8859-1", False),
@@ -624,9 +636,9 @@ def load_movielens(cfg: Config, split: str) -> Split:
     return next_item(cfg, split, events, named)
 
 
-ARTIST = {"id": int, "name": str, "url": str, "pictureURL": str}
-TAGGED = {"userID": int, "artistID": int, "tagID": int, "day": int, "month": int, "year": int}
-TAGGED_STAMPS = {"userID": int, "artistID": int, "tagID": int, "timestamp": int}  # milliseconds since 1970
+ARTIST = {"id": whole, "name": str, "url": str, "pictureURL": str}
+TAGGED = {"userID": whole, "artistID": whole, "tagID": whole, "day": whole, "month": whole, "year": whole}
+TAGGED_STAMPS = {"userID": whole, "artistID": whole, "tagID": whole, "timestamp": whole}  # milliseconds since 1970
 
 
 def load_lastfm(cfg: Config, split: str) -> Split:

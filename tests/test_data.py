@@ -638,14 +638,14 @@ def test_bad_rating_files(tmp_path, capsys, write, name, content, words):
     (b"", ["empty"]),
     (LFS, ["Git LFS pointer"]),
     (HTML, ["web page"]),
-    (json.dumps([musique(0), musique(1)]).encode()[:-2000], ["character", "ends early"]),
-    (json.dumps([musique(0)]).encode()[:-1], ["character", "ends early"]),
-    (json.dumps(musique(0)).encode() + b"\n" + json.dumps(musique(1)).encode()[:300], ["record 2", "ends early"]),
-    (b'[{"id": "cut in a str', ["character 9", "ends early"]),
+    (json.dumps([musique(0), musique(1)]).encode()[:-2000], ["column", "ends early"]),
+    (json.dumps([musique(0)]).encode()[:-1], ["column", "ends early"]),
+    (json.dumps(musique(0)).encode() + b"\n" + json.dumps(musique(1)).encode()[:300], ["line 2", "ends early"]),
+    (b'[{"id": "cut in a str', ["line 1, column 9", "ends early"]),
     (b'{"id": 1}\n', ["record 1", "paragraphs"]),
     (b'[{"id": "x", "question": "q", "paragraphs": [{"idx": 0}]}]', ["record 1", "title"]),
     (b"[1, 2]", ["record 1", "TypeError"]),
-    (b"hello\n", ["record 1 character 1", "not JSON"]),
+    (b"hello\n", ["line 1, column 1", "not JSON"]),
     (b'{"id": "\xff"}\n', ["line 1", "0xff", "utf-8"]),
 ])  # fmt: skip
 def test_bad_json_files(tmp_path, capsys, content, words):
@@ -736,3 +736,13 @@ def test_real_musique_samples():
     assert len(dev) == 120 and {len(e.candidates) for e in dev} == {20} and {len(e.gold) for e in dev} == {2}
     hops = [len(e.gold) for e in load("musique", folder, "train").examples]
     assert [hops.count(n) for n in (2, 3, 4)] == [68, 27, 5]
+
+
+def test_a_number_beyond_64_bits_ends_in_one_line(tmp_path, capsys):
+    folder = write_latest(tmp_path)
+    with open(folder / "ratings.csv", "ab") as f:
+        f.write(b"1,10,4.0,99999999999999999999\r\n")
+    with pytest.raises(SystemExit):
+        load("movielens", tmp_path)
+    said = capsys.readouterr().err
+    assert "ratings.csv line" in said and "not a number" in said and said.count("\n") == 1
