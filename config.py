@@ -35,8 +35,9 @@ class Config:
     steps: int = 100
     """Optimiser steps (one rollout each, mu updates). A resumed run continues up to this number; it may be raised then,
     if the schedule is constant (others depend on it)."""
-    run_dir: str = "runs/default"
-    """Folder for log.jsonl, samples.jsonl, config.yaml and checkpoints/. It must not hold another run."""
+    run_dir: str = "runs/METHOD"
+    """Folder for log.jsonl, samples.jsonl, config.yaml and checkpoints/. It must not hold another run. METHOD: the method's
+    name."""
     init: str = ""
     """Start weights: a run folder (its best checkpoint, or the last), a Hugging Face folder or hub name, or a .gguf
     file. Empty: a tiny Qwen3 built from scratch, with a tokenizer made from the data."""
@@ -226,7 +227,8 @@ class Config:
     """GFPO: the column of the score table that chooses, smallest first; with - in front largest first (--keep_by=-efficiency:
     most reward per token)."""
     keep_by_difficulty: list[int] = field(default_factory=list)
-    """GFPO: samples to keep from the easiest to the hardest share of the step's prompts, such as 3 4 6 6."""
+    """GFPO: samples to keep from the easiest to the hardest share of the step's prompts, such as 3 4 6 6 (equally hard ones
+    share a place)."""
     rejected: str = "count"
     """GFPO: rejected samples count in the loss's divisor (count) or not (drop)."""
     refill: int = 0
@@ -403,6 +405,8 @@ AT_LEAST = {  # smallest allowed value
     **dict.fromkeys("pool_size world_clusters world_items requests_themes".split(), 2),
     "width": 32,
 }
+AT_MOST = {"popularity_power": 20, "low_lr_gamma": 100, "lr": 1e3, "value_clip": 1e6, "critic_lr": 1e6, "clip_high": 1e6,
+           "cispo_cap": 1e6, "tis": 1e6}  # fmt: skip
 LISTS = {"requests"}  # data sets whose answers are lists
 INFINITE = {"returns_gamma"}  # numbers that may be infinite
 
@@ -436,6 +440,11 @@ def check(cfg: Config, world_size: int = 1, training: bool = True) -> Config:
         value = getattr(cfg, f.name)
         if f.type is float and not math.isfinite(value) and not (f.name in INFINITE and value > 0):
             fail(f"--{f.name} {getattr(cfg, f.name)} must be a finite number")
+        most = AT_MOST.get(f.name, 1e9)
+        if f.type is float and abs(value) > most and math.isfinite(value):
+            fail(f"--{f.name} {value} is too large: at most {most:g}")
+    if not all(map(math.isfinite, cfg.weights)) or any(w < 0 or w > 1e9 for w in cfg.weights):
+        fail(f"--weights {' '.join(map(str, cfg.weights))}: finite numbers of at least 0 are needed")
     if not 0 <= cfg.adam_beta2 < 1:
         fail(f"--adam_beta2 {cfg.adam_beta2} is outside [0, 1)")
     if not 0 < cfg.top_p <= 1:
@@ -520,8 +529,12 @@ def check_training(cfg: Config, world_size: int) -> None:
     if cfg.batch_size % world_size:
         fail(f"--batch_size {cfg.batch_size} is not divisible by {world_size} ranks: "
              f"use {max(1, cfg.batch_size // world_size) * world_size}")  # fmt: skip
-    if cfg.credit == "causal" and row.unit == "sequence":
-        fail(f"--credit causal needs a method with phases; {cfg.method} has one unit per sample")
+    if cfg.credit == "causal" and not (samples and row.unit == "phase"):
+        fail(f"--credit causal needs a method that samples and has phases; {cfg.method} is not such")
+    if row.ratio == "none" and max(cfg.clip_low, cfg.clip_high) >= 0:
+        fail(f"--clip_low, --clip_high: {cfg.method} has no ratio to clip")
+    if cfg.format_credit == "partial" and cfg.format_scope == "none":
+        fail("--format_credit partial: a malformed answer's valid phases teach nothing under --format_scope none")
     check_options(cfg, row)
     if cfg.kl == "k2" and cfg.kl_ratio and cfg.beta:
         fail("--kl k2 with --kl_ratio has a wrong gradient: use --kl k3 (or k1), or --kl_ratio false")
@@ -541,10 +554,10 @@ def check_training(cfg: Config, world_size: int) -> None:
         fail(f"--best_metric {cfg.best_metric!r} is not evaluated; nearest: {near!r}")
 
 
-COLUMNS = "reward invalid duplicates length finished efficiency"  # of every score table
+COLUMNS = "reward invalid duplicates length finished efficiency overlong unscorable"  # of every score table
 COLUMNS_OF = {
     "phases": "slate_recall slate_precision rank_ndcg out_of_pool",
-    "list": "hits recall dcg unparsable lines",
+    "list": "hits recall dcg unparsable out_of_catalog lines",
 }
 
 
@@ -729,7 +742,9 @@ def parse(argv: list[str] | None = None, world_size: int = 1, training: bool = T
         p.source = ""
     elif first.method in METHODS:
         p.set_defaults(**METHODS[first.method].options)
-    return check(Config(**vars(p.parse_args(argv))), world_size, training)
+    cfg = Config(**vars(p.parse_args(argv)))
+    cfg.run_dir = cfg.run_dir.replace("METHOD", cfg.method)
+    return check(cfg, world_size, training)
 
 
 def dump(cfg: Config) -> str:

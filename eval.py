@@ -169,20 +169,24 @@ class Chained(Policy):
     def rollout(self, prompts, samples, temperature, keys, cfg):
         first = super().rollout(prompts, samples, temperature, keys, cfg)
         close = cfg.tags[2 * cfg.phases.index("slate") + 1].encode()
-        heads = []
-        for tokens, real in zip(first.tokens.tolist(), first.mask.sum(1).tolist()):
+        group, finished, answers, heads = first.group.tolist(), first.finished.clone(), [], {}
+        for b, (tokens, real) in enumerate(zip(first.tokens.tolist(), first.mask.sum(1).tolist())):
             said, n = cfg.prefix.encode(), 0
             while n < real and close not in said:
                 said, n = said + self.pieces[tokens[n]], n + 1
-            heads.append(tokens[:n])
-        group = first.group.tolist()
-        asked = [first.prompt_ids[g] + head for g, head in zip(group, heads)]
-        streams = [(*keys[g], 1, b) for b, g in enumerate(group)]
-        rest = self.ranker.rollout(asked, 1, temperature, streams, replace(cfg, prefix=""))
-        answers = [[] for _ in first.prompt_ids]
-        for b, g in enumerate(group):
-            answers[g].append(heads[b] + rest.tokens[b][rest.mask[b]].tolist())
-        return replace(demonstrations(first.prompt_ids, answers, rest.tokens.device), finished=rest.finished)
+            answers.append(tokens[:n])
+            if close in said and n < cfg.max_new_tokens:
+                heads[b] = tokens[:n]  # an answer without a whole slate is left as it is
+        if heads:
+            asked = [first.prompt_ids[group[b]] + head for b, head in heads.items()]
+            streams = [(*keys[group[b]], 1, b) for b in heads]
+            rest = self.ranker.rollout(asked, 1, temperature, streams, replace(cfg, prefix=""))
+            for i, (b, head) in enumerate(heads.items()):
+                more = rest.tokens[i][rest.mask[i]].tolist()
+                answers[b] = (head + more)[: cfg.max_new_tokens]
+                finished[b] = rest.finished[i] and len(head) + len(more) <= cfg.max_new_tokens
+        by_prompt = [[a for a, g in zip(answers, group) if g == i] for i in range(len(first.prompt_ids))]
+        return replace(demonstrations(first.prompt_ids, by_prompt, first.tokens.device), finished=finished)
 
 
 def open_policy(cfg: Config, split: data.Split, device: torch.device) -> Policy:
@@ -323,6 +327,8 @@ def main(argv: list[str]) -> dict[str, dict]:
     known = os.path.isdir(os.path.join(first.init, "checkpoints")) or "checkpoints" in first.init.split(os.sep)
     home = first.init if first.init and known else first.run_dir  # a run's results lie with it, a checkpoint's in it
     cfg = replace(first, run_dir=first.run_dir if explicit else home)
+    if cfg.ranker and not explicit:
+        fail(f"--ranker {cfg.ranker}: say with --run_dir where the results of the two go; --init has its own")
     if not cfg.init and not cfg.baseline:
         fail("--init RUN_OR_MODEL is needed (or --baseline random | popularity)")
     split = data.load(cfg)

@@ -243,6 +243,11 @@ def unit_weights(adv: Tensor, weights: list[float], credit: str = "own") -> Tens
     return adv.flip(1).cumsum(1).flip(1) if credit == "causal" else adv
 
 
+def success_of(scored) -> Tensor:
+    """How far each unit succeeded, (B,U) in [0,1]: its reward over its largest one; a penalty is no success at all."""
+    return (scored.reward / scored.reward.new_tensor(scored.high)).clamp(0, 1)
+
+
 def success_rate(success: Tensor, valid: Tensor, group: Tensor) -> Tensor:
     """Mean success of the row's group, (B,U) in [0,1]; success: 0/1, or a reward divided by its largest value."""
     n = group_sum(valid.to(success.dtype), group).clamp(min=1)
@@ -286,13 +291,16 @@ def best_of(score: Tensor, group: Tensor, k: int | Tensor) -> Tensor:
     return rank < k
 
 
-def by_difficulty(rate: Tensor, group: Tensor, counts: list[int]) -> Tensor:
+def by_difficulty(rate: Tensor, group: Tensor, counts: list[int], everywhere=lambda x: x) -> Tensor:
     """How many samples of a row's group to keep, (B,): counts[0] for the easiest share of the step's groups (by success
-    rate (B,)), counts[-1] for the hardest. GFPO's adaptive variant, with the step's groups in place of a running sketch."""
+    rate (B,)), counts[-1] for the hardest; equally hard groups share a place. everywhere: gathers a number per group from all
+    ranks. GFPO's adaptive variant, with the step's groups in place of a running sketch."""
     index, n = numbered(group)
-    per_group = rate.new_zeros(n).index_copy(0, index, rate)
-    place = torch.argsort(torch.argsort(-per_group, stable=True))  # 0: the easiest
-    return torch.tensor(counts, device=rate.device)[(place * len(counts) // max(1, n))][index]
+    own = rate.new_zeros(n).index_copy(0, index, rate)
+    every = everywhere(own)
+    easier, equal = (every > own[:, None]).sum(1), (every == own[:, None]).sum(1)
+    place = (2 * easier + equal - 1) * len(counts) // (2 * len(every))
+    return torch.tensor(counts, device=rate.device)[place][index]
 
 
 def length_control(
@@ -356,8 +364,9 @@ class Credit:
 
 
 def credit(
-    scored, roll, look: Look, row: Method, cfg, weights: list[float], ema: Tensor | None = None, total=lambda x: x
-) -> Credit:
+    scored, roll, look: Look, row: Method, cfg, weights: list[float], ema: Tensor | None = None, total=lambda x: x,
+    everywhere=lambda x: x,
+) -> Credit:  # fmt: skip
     """Rewards (B,U) -> advantages on tokens, with everything the configuration puts on top of a row.
 
     scored, roll: Scored and Rollout of the step. weights: of the units. ema (B,): running success rates of the rows' prompts,
@@ -366,17 +375,21 @@ def credit(
     """
     ids = scored.unit_ids * spread(scored.valid.long(), scored.unit_ids)  # unscorable units are not trained on
     reward, valid, group, units = scored.reward, scored.valid, roll.group, scored.reward.shape[1]
-    success = reward / reward.new_tensor(scored.high)
+    success = success_of(scored)
     rate = success_rate(success, valid, group)
     kl = None
-    if cfg.kl_in == "reward" and look.logp_ref is not None and cfg.beta:
+    if cfg.kl_in == "reward" and look.logp_ref is not None and row.baseline != "pairs":  # pairs: the reward is a label
         kl = torch.where(ids > 0, cfg.beta * kl_estimate(look.logp_old, look.logp_ref, cfg.kl), 0).to(reward.dtype)
         if row.unit != "token":
             reward = reward - unit_sum(kl, ids, units)
     if cfg.keep_samples or cfg.keep_by_difficulty:
         name = cfg.keep_by.removeprefix("-")
         score = torch.tensor(scored.parts[name], dtype=torch.float64, device=group.device)
-        k = by_difficulty(rate[:, 0], group, cfg.keep_by_difficulty) if cfg.keep_by_difficulty else cfg.keep_samples
+        k = (
+            by_difficulty(rate[:, 0], group, cfg.keep_by_difficulty, everywhere)
+            if cfg.keep_by_difficulty
+            else cfg.keep_samples
+        )
         kept = best_of(-score if cfg.keep_by.startswith("-") else score, group, k)
         valid = valid & kept[:, None]
         if cfg.rejected == "drop":
@@ -430,6 +443,7 @@ class Counts:
     present: Tensor  # units that this row has
     group: Tensor  # trained tokens of this row's group (of this unit, if apart)
     groups: Tensor
+    live: Tensor  # groups with a trained token
     units: int  # U
     length: float  # constant L
 
@@ -439,7 +453,7 @@ AGGREGATES: dict[str, Callable[[Counts], Tensor]] = {
     "seq_mean": lambda c: c.rows * c.row,  # GRPO: mean of a row, then of rows; an empty row counts
     "seq_mean_nonempty": lambda c: c.nonempty * c.row,
     "seq_sum": lambda c: c.rows,  # REINFORCE, RLOO: log-prob of the whole sequence
-    "group_sum": lambda c: c.groups,  # DPO: the same, averaged over prompts
+    "group_sum": lambda c: c.live,  # DPO: the same, averaged over prompts that have a pair
     "const_len": lambda c: c.rows * c.length,  # Dr.GRPO: a constant, never the padded width (F30)
     "unit_mean": lambda c: c.rows * c.units * c.unit,  # Rank-GRPO Eq. 6: absent units count as 0
     "unit_mean_present": lambda c: c.rows * c.present * c.unit,
@@ -474,6 +488,7 @@ def denominators(
         present=(per_unit[:, :units] > 0).double().sum(1, keepdim=True),
         group=on_tokens(per_group),
         groups=total(mask.new_tensor(n_groups)),
+        live=total(mask.new_tensor(len(group[per_unit.sum(1) > 0].unique()))),
         units=units,
         length=length,
     )

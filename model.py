@@ -339,7 +339,8 @@ def load_weights(model: nn.Module, folder: str) -> None:
 
 
 def load_state(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Whole weights into a model, sharded or not."""
+    """Whole weights into a model, sharded or not; of several ranks only the first needs to hold them."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+    ranks = torch.distributed.is_initialized()
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=ranks))

@@ -278,9 +278,15 @@ def curves(entry: Entry, name: str) -> None:
     if plt is None or not arms:
         return
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    for ax, key, title in zip(axes, ("slate_recall", "rank_ndcg"), ("slate recall", "ranking NDCG")):
+    logs = {a.name: [log_of(entry.folder(name, a.name, s)) for s in entry.seeds] for a in arms}
+    kinds = {"slate_recall": "slate recall", "rank_ndcg": "ranking NDCG"}  # of phases; lists have others
+    if not any("slate_recall" in log[0] for seeds in logs.values() for log in seeds):
+        kinds = {"recall": "recall", "dcg": "DCG"}
+    for ax, (key, title) in zip(axes, kinds.items()):
         for arm in arms:
-            y = np.array([[r[key] for r in log_of(entry.folder(name, arm.name, s))] for s in entry.seeds])
+            if not all(key in log[0] for log in logs[arm.name]):
+                continue  # trained on written answers: nothing was sampled
+            y = np.array([[r[key] for r in log] for log in logs[arm.name]])
             w = max(1, y.shape[1] // 20)
             y = np.array([np.convolve(v, np.ones(w) / w, "valid") for v in y])
             x = np.arange(y.shape[1]) + w / 2

@@ -652,7 +652,9 @@ def score(
         units = row.units[len(prefix) :]
         unit_ids[b, : len(units)] = torch.tensor(units, dtype=torch.long)
         late = (
-            overlong(len(units), cfg.max_new_tokens, round(cfg.overlong * cfg.max_new_tokens)) if cfg.overlong else 0.0
+            overlong(len(units), cfg.max_new_tokens, max(1, round(cfg.overlong * cfg.max_new_tokens)))
+            if cfg.overlong
+            else 0.0
         )
         rewards.append([r + late for r in row.reward])
         texts.append(join(said))

@@ -46,7 +46,7 @@ class Run:
     """
 
     MAY_CHANGE = ("config", "steps", "run_dir", "resume", "report", "data_dir", "init", "micro_tokens", "kv_tokens",
-                  "eval_every", "save_every", "keep", "log_samples", "attention", "checkpointing", "split", "against", "ranker",
+                  "eval_every", "save_every", "diagnose_every", "keep", "log_samples", "attention", "checkpointing", "split", "against", "ranker",
                   "baseline")  # fmt: skip
 
     def __init__(self, cfg: Config, rank: int):
@@ -192,14 +192,15 @@ class Run:
             if os.path.join(os.path.realpath(self.folder), old) != best:
                 shutil.rmtree(os.path.join(self.folder, old))
 
-    def restore_best(self, policy, reference) -> None:
-        """Put the weights of the best checkpoint back, or the last, or those of the start: the policy has left the reference
-        too far (kl_fuse)."""
-        folder = lm.checkpoint_of(self.cfg.run_dir) if self.steps() else ""
+    def restore(self, policy, reference, best: bool) -> None:
+        """Put weights back that lie nearer to the reference (kl_fuse): of the best checkpoint, or of the start where there is
+        none, or where that one is beyond the bound too."""
+        folder = lm.checkpoint_of(self.cfg.run_dir) if best and self.steps() else ""
         if folder:
             lm.load_weights(policy.model, folder)
         else:
-            lm.load_state(policy.model, lm.full_state(reference) or reference.state_dict())
+            state = lm.full_state(reference)
+            lm.load_state(policy.model, reference.state_dict() if state is None else state)
         self.say(f"kl_fuse: blown three times in a row; weights of {folder or 'the start'} restored")
 
     def link_best(self, step: int) -> None:

@@ -27,7 +27,7 @@ from tqdm import tqdm
 import data
 import model as lm
 import rewards
-from config import Config, answer_of, fail, parse
+from config import Config, fail, parse
 from eval import Policy, evaluate, means, open_policy
 from losses import (
     Credit,
@@ -45,6 +45,7 @@ from losses import (
     policy_loss,
     resolve,
     spread,
+    success_of,
     success_rate,
     tail_miss,
     truncated_weight,
@@ -84,14 +85,16 @@ def main(cfg: Config) -> dict[str, float]:
 
         look = measure(policy, reference, critic, roll, cfg, method)
         ema = memory.gamma_of(batch, scored, roll, cfg)
-        got = credit(scored, roll, look, method, cfg, unit_weights_at(cfg, method, step, scored, roll), ema, all_sum)
+        got = credit(
+            scored, roll, look, method, cfg, unit_weights_at(cfg, method, step, scored, roll), ema, all_sum, all_gather
+        )
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(cfg, step) * float(memory.rate) * group["factor"]
         due = lambda every, done=step + 1: done == cfg.steps or (every > 0 and done % every == 0)  # noqa: E731
         extra = diagnose(policy, roll, look, got, cfg, method) if cfg.diagnose_every and due(cfg.diagnose_every) else {}
         metrics = update(policy, critic, optimizer, roll, look, got, cfg, method, memory) | extra
-        if memory.blown and int(memory.blown) % 3 == 0:
-            run.restore_best(policy, reference)
+        if metrics.get("fused") and int(memory.blown) % 3 == 0:
+            run.restore(policy, reference, best=int(memory.blown) == 3)
         metrics |= describe(scored, got, roll, cfg) | {"lr": optimizer.param_groups[0]["lr"]}
 
         done, leaving = step + 1, bool(all_sum(torch.tensor(float(stop.asked), device=device)))
@@ -216,6 +219,15 @@ def all_sum(x: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
     return x
 
 
+def all_gather(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape on every rank, one behind the other; itself where there is one."""
+    if not dist.is_initialized():
+        return x
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts)
+
+
 def micro_batches(roll: Rollout, budget: int) -> list[torch.Tensor]:
     """Rows of each forward: sorted by length, rows x (longest prompt + longest completion) <= budget tokens, at least one
     row; every rank makes the same number."""
@@ -298,6 +310,7 @@ def update(
     parts = [p for p in (policy.model, critic) if p is not None]
 
     metrics: dict[str, float] = {}
+    blown = False
     for epoch in range(cfg.mu):
         sums: dict[str, torch.Tensor] = {}
         for rows in micro:
@@ -328,7 +341,7 @@ def update(
             for k, v in part.items():
                 sums[k] = sums.get(k, 0) + v.detach().double()
         found = {k: float(all_sum(v)) for k, v in sums.items()}
-        blown = memory.fuse(found.get("kl_token", 0.0), cfg) if epoch == 0 else blown  # noqa: F821
+        blown = memory.fuse(found.get("kl_token", 0.0), cfg) if epoch == 0 else blown
         applied = 0
         for i, part in enumerate(parts):
             norm = torch.nn.utils.clip_grad_norm_(part.parameters(), cfg.grad_clip or math.inf)
@@ -400,11 +413,14 @@ class Memory:
         if not cfg.focal_ema:
             return None
         index = roll.group.cpu()
-        rate = success_rate(scored.reward / scored.reward.new_tensor(scored.high), scored.valid, roll.group)
+        units = count_units(resolve(cfg), cfg)  # without what follows a list
+        rate = success_rate(success_of(scored), scored.valid, roll.group)[:, :units]
         now = rate.mean(1).float().cpu()
         seen = torch.tensor(batch)[index]
         was = self.success[seen]
         ema = torch.where(was.isnan(), now, cfg.focal_ema * was + (1 - cfg.focal_ema) * now)
+        scorable = group_sum(scored.valid.double(), roll.group).sum(1).cpu() > 0
+        ema = torch.where(scorable, ema, was.nan_to_num())
         # ranks see different prompts: sum what each has learnt, so that all hold, and save, the same
         new, hit = torch.zeros_like(self.success), torch.zeros_like(self.success)
         new[seen], hit[seen] = ema, 1.0
@@ -448,9 +464,8 @@ def learning_rate(cfg: Config, step: int) -> float:
 def describe(scored: rewards.Scored, got: Credit, roll: Rollout, cfg: Config) -> dict[str, float]:
     """Means over the step's samples of every part of the reward, the share of units without a signal (F21) and the chance
     that a group as hard as these misses a right answer ten times rarer than all right ones (tail_miss)."""
-    adv, n = got.adv[:, : len(scored.high)], group_sum(torch.ones_like(got.adv), roll.group)[:, 0].tolist()
-    if answer_of(cfg) == "list" and adv.shape[1] > 1:
-        adv = adv[:, :-1]  # what follows a list never has an advantage of its own
+    n = group_sum(torch.ones_like(got.adv), roll.group)[:, 0].tolist()
+    adv = got.adv[:, : count_units(resolve(cfg), cfg)]  # without what follows a list: it has no advantage of its own
     sums = {k: sum(v) for k, v in scored.parts.items()} | {"zero_adv": float((adv == 0).double().mean(1).sum())}
     if "overlong" in scored.parts:
         sums["dull"] = float((~lively(scored, roll)).sum())

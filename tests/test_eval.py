@@ -213,7 +213,7 @@ def test_a_ranker_goes_on_from_the_slate_of_another_checkpoint(sft, monkeypatch,
 
     def scripted(model, prompts, samples, stop, **kwargs):
         asked.append([p + list(kwargs["prefix"]) for p in prompts])
-        answers = first if model is policy.model else second
+        answers = first if model is policy.model else second[1:]  # the answer without a slate is not passed on
         return demonstrations(asked[-1], [[a] for a in answers], CPU)
 
     monkeypatch.setattr(evaluation, "rollout", scripted)
@@ -222,7 +222,7 @@ def test_a_ranker_goes_on_from_the_slate_of_another_checkpoint(sft, monkeypatch,
     rows = evaluation.evaluate(chained, examples, prompts, cfg)
     assert [r["text"].removesuffix("<eos>") for r in rows[1:]] == [e.demo for e in examples[1:]]
     assert rows[0]["metrics"]["invalid"] == 1 and not any(r["metrics"]["invalid"] for r in rows[1:])
-    assert asked[1][1] == prompts[1] + encode(prefix) + encode(texts[1][: cut[1]])
+    assert asked[1][0] == prompts[1] + encode(prefix) + encode(texts[1][: cut[1]])
 
 
 LISTED = "--data requests --requests_examples 40 --eval_k 1 3 --layers 1 --width 32 --slate_size 4 --method sft".split()

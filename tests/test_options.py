@@ -365,15 +365,15 @@ def test_a_blown_fuse_halves_the_rate_and_holds_the_update_back():
 
 def test_a_run_with_a_blown_fuse_goes_back_to_its_best_checkpoint(sft, tmp_path, monkeypatch):  # noqa: F811
     """The first step is at the start weights; then every one is beyond the limit, and the third puts the best back."""
-    called, restore = [], train.Run.restore_best
+    called, restore = [], train.Run.restore
 
-    def spy(run, policy, *rest):
+    def spy(run, policy, *rest, **kwargs):
         with torch.no_grad():  # something to be put back
             next(policy.model.parameters()).add_(1.0)
         called.append(1)
-        restore(run, policy, *rest)
+        restore(run, policy, *rest, **kwargs)
 
-    monkeypatch.setattr(train.Run, "restore_best", spy)
+    monkeypatch.setattr(train.Run, "restore", spy)
     run = tmp_path / "a"
     go(run, f"--method fgrpo --init {sft} --steps 5 --lr 1e-3 --kl_fuse 1e-9 --save_every 1 --keep 9")
     log = lines(run)
