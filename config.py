@@ -567,7 +567,7 @@ def check_options(cfg: Config, row: Method) -> None:
     grouped = sampled and row.baseline in ("mean", "loo")
     phases = row.unit == "phase"
     for key, fits, needs in [
-        ("focal_gamma", grouped, "a method that compares samples of a prompt"),
+        ("focal_gamma", sampled, "a method that samples"),
         ("smoothing", grouped, "a method that compares samples of a prompt"),
         ("keep_samples", grouped, "a method that compares samples of a prompt"),
         ("keep_by_difficulty", grouped, "a method that compares samples of a prompt"),

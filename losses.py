@@ -394,13 +394,16 @@ def credit(
         valid = valid & kept[:, None]
         if cfg.rejected == "drop":
             ids = ids * kept[:, None]
+    gamma = cfg.focal_gamma if ema is None else 2 * cfg.focal_gamma * ema[:, None].to(reward.dtype)
+    focal = focal_weight(rate, gamma) if cfg.focal_gamma else torch.ones_like(rate)
     out = Credit(ids.new_zeros(ids.shape, dtype=torch.float32), ids, reward, rate)
     if row.baseline == "critic":
         at_end = torch.zeros_like(ids).scatter(1, (roll.mask.sum(1, keepdim=True) - 1).clamp(min=0), 1)
         per_token = at_end * torch.where(valid, reward, 0) - (0 if kl is None else kl)
         adv, returns = gae(per_token, look.values.to(reward.dtype), ids, cfg.gae_gamma, cfg.gae_lam)
         out.returns = returns.float()
-        out.token_adv = (whiten(adv, ids, total) if row.scale == "whiten" else adv).float()
+        adv = whiten(adv, ids, total) if row.scale == "whiten" else adv
+        out.token_adv = (adv * spread(focal, ids)).float()
         out.adv = torch.where(valid, reward, 0)
         return out
     if row.baseline == "pairs":
@@ -412,9 +415,7 @@ def credit(
     if cfg.smoothing:
         extra = smooth(look.logp_old.to(adv.dtype), ids, success >= 0.5, cfg.smoothing)
         adv = torch.where(valid, adv + extra, adv)
-    if cfg.focal_gamma:
-        gamma = cfg.focal_gamma if ema is None else 2 * cfg.focal_gamma * ema[:, None].to(adv.dtype)
-        adv = adv * focal_weight(rate, gamma)
+    adv = adv * focal
     out.adv = unit_weights(adv, weights)
     out.token_adv = spread(unit_weights(adv, weights, cfg.credit), ids).float()
     if row.unit == "rank":

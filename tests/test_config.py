@@ -192,7 +192,7 @@ BAD_FLAGS = {  # what is wrong -> flags, words of the message
     "clip of 1": ("--clip_low 1", "--clip_low"),
     "negative clip": ("--clip_high -0.2", "--clip_high"),
     "causal without phases": ("--method grpo --credit causal", "--credit grpo"),
-    "focal weight without groups": ("--method reinforce --focal_gamma 1", "--focal_gamma reinforce"),
+    "focal weight without samples": ("--method sft --focal_gamma 1", "--focal_gamma sft"),
     "running success without a focal weight": ("--focal_ema 0.9", "--focal_ema --focal_gamma"),
     "filter without groups": ("--method ppo --keep_samples 2", "--keep_samples ppo"),
     "more kept than sampled": ("--method grpo --keep_samples 9", "--keep_samples --group_size 8"),

@@ -128,6 +128,19 @@ def test_a_success_is_a_share_of_the_largest_reward():
     assert credited("focal_grpo", "", scores([-1.0, -1.0, -1.0, 0.0])).rate.max() == 0
 
 
+@pytest.mark.parametrize("name", ["reinforce", "rloo", "ppo", "dr_grpo"])
+def test_the_focal_weight_works_on_every_method_that_samples(name):
+    """Two prompts, solved in one and in three of four samples: weights 3/4 and 1/4 on all their tokens."""
+    scored = scores([1.0, 0, 0, 0, 1, 1, 1, 0], [[1, 1]] * 8)
+    group = [0] * 4 + [1] * 4
+    plain, focal = (credited(name, f"--focal_gamma {g}", scored, group).token_adv for g in (0, 1))
+    assert (
+        (plain != 0).any()
+        and torch.allclose(focal[:4], plain[:4] * 0.75)
+        and torch.allclose(focal[4:], plain[4:] * 0.25)
+    )
+
+
 def test_each_prompt_has_its_own_gamma_from_its_running_success():
     """focal_ema: the first visit counts as it is, later ones decay; gamma = 2 s focal_gamma."""
     cfg = settings("focal_grpo", "--focal_ema 0.75")
