@@ -407,6 +407,7 @@ AT_LEAST = {  # smallest allowed value
 }
 AT_MOST = {"popularity_power": 20, "low_lr_gamma": 100, "lr": 1e3, "value_clip": 1e6, "critic_lr": 1e6, "clip_high": 1e6,
            "cispo_cap": 1e6, "tis": 1e6}  # fmt: skip
+PHASES = ("slate", "rank", "plan")  # what a phase may hold; rewards.PHASES says what each earns
 LISTS = {"requests"}  # data sets whose answers are lists
 INFINITE = {"returns_gamma"}  # numbers that may be infinite
 
@@ -427,8 +428,6 @@ def check(cfg: Config, world_size: int = 1, training: bool = True) -> Config:
 
     training: also those that only matter to train.py (eval.py may truncate its sampling, say).
     """
-    from rewards import PHASES  # here, since rewards.py imports this file
-
     for key, allowed in CHOICES.items():
         if (value := getattr(cfg, key)) not in allowed:
             near = difflib.get_close_matches(value, allowed, 1, 0)

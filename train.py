@@ -39,6 +39,7 @@ from losses import (
     denominators,
     group_sum,
     informative,
+    kl_estimate,
     lambda_at,
     low_rate,
     numbered,
@@ -333,8 +334,8 @@ def update(
                 trained = unit_ids[rows] > 0
                 part["entropy"] = (torch.where(trained, entropy.detach(), 0) / each[rows]).sum()
                 if logp_ref is not None:
-                    d = (logp_ref[rows] - logp.detach()).clamp(-20, 20)
-                    part["kl_token"] = (torch.where(trained, torch.expm1(d) - d, 0) / each[rows]).sum()
+                    k3 = kl_estimate(logp.detach(), logp_ref[rows], "k3")
+                    part["kl_token"] = (torch.where(trained, k3, 0) / each[rows]).sum()
                 if method.source == "sample":  # how far sampler and learner are apart, in nats (F07)
                     gap = torch.where(roll.mask[rows], logp.detach() - roll.logp[rows], 0)
                     part["sampler_gap"] = gap.abs().sum() / drawn
