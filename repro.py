@@ -411,7 +411,7 @@ ENTRIES = {
          Arm("dr_grpo", ["--method", "dr_grpo"], "sft"), Arm("fgrpo", ["--method", "fgrpo"], "sft")],
         comparison(["recall@1", "recall@5", "ndcg@5", "slate_recall", "invalid"],
                    [("fgrpo", "sft"), ("fgrpo", "popularity"), ("fgrpo", "random"), ("fgrpo", "dr_grpo")]),
-        seeds=[0, 1, 2], needs="MovieLens (python data.py list)"),
+        seeds=[0, 1, 2, 3, 4], needs="MovieLens (python data.py list)"),
 }  # fmt: skip
 
 
