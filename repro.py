@@ -397,9 +397,9 @@ ENTRIES = {
                    [(m, "sft") for m in ("dpo", "s_dpo", "mult_dpo", *PHASED)]),
         seeds=[0]),
     "lists": Entry(
-        "SFT, GRPO, GSPO, Rank-GRPO and ReMaRk on built-in requests with several responders", LISTS,
-        [Arm("popularity", [], baseline="popularity"), Arm("sft", SFT), Arm("grpo", ["--method", "grpo"], "sft"),
-         Arm("gspo", ["--method", "gspo"], "sft"), Arm("rank_grpo", ["--method", "rank_grpo"], "sft"),
+        "SFT, GRPO and GSPO (reward DCG), Rank-GRPO and ReMaRk on built-in requests with several responders", LISTS,
+        [Arm("popularity", [], baseline="popularity"), Arm("sft", SFT), Arm("grpo", ["--method", "grpo", "--returns", "log"], "sft"),
+         Arm("gspo", ["--method", "gspo", "--returns", "log"], "sft"), Arm("rank_grpo", ["--method", "rank_grpo"], "sft"),
          Arm("remark", ["--method", "remark"], "sft"),
          Arm("mean", ["--method", "remark", "--consensus", "1", "--scale", "batch_std"], "sft")],
         comparison(["recall@5", "recall@10", "row_recall@10", "ndcg@10", "lines"],
