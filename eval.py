@@ -22,7 +22,7 @@ from tqdm import tqdm
 import data
 import model as lm
 import rewards
-from config import Config, answer_of, dump, fail, parse
+from config import Config, answer_of, dump, fail, given, parse
 from rollout import Rollout, demonstrations, rollout
 from run import lines_of, write
 
@@ -323,7 +323,7 @@ def table(result: dict[str, dict]) -> str:
 
 def main(argv: list[str]) -> dict[str, dict]:
     first = parse(argv, training=False)
-    explicit = any(a == "--run_dir" or a.startswith("--run_dir=") for a in argv)
+    explicit = given("run_dir", argv)
     known = os.path.isdir(os.path.join(first.init, "checkpoints")) or "checkpoints" in first.init.split(os.sep)
     home = first.init if first.init and known else first.run_dir  # a run's results lie with it, a checkpoint's in it
     cfg = replace(first, run_dir=first.run_dir if explicit else home)

@@ -319,7 +319,7 @@ def bars(entry: Entry, name: str, scores: dict[str, np.ndarray], columns: list[s
         ax.bar(np.arange(len(ks)) + i * width, x.mean(0), width, yerr=err, capsize=3, label=arm.name)
     ax.set_xticks(np.arange(len(ks)) + 0.4 - width / 2, [k.replace("recall", "Recall") for k in ks])
     ax.set(ylabel="test recall of the ranking", title="Recall@k")
-    ax.legend()
+    figure.legend(loc="outside right upper")  # beside the bars, never on them
     ax.grid(axis="y", alpha=0.3)
     path = os.path.join(RESULTS, f"{name}_recall.png")
     figure.savefig(path, dpi=130)
