@@ -883,7 +883,7 @@ def main(argv: list[str]) -> None:
     n, rest = 2, argv[2:]
     if "-n" in rest:
         at = rest.index("-n")
-        if not rest[at + 1 : at + 2] or not rest[at + 1].isdigit():
+        if not re.fullmatch("[0-9]{1,9}", "".join(rest[at + 1 : at + 2])):
             fail("-n needs a whole number")
         n, rest = int(rest[at + 1]), rest[:at] + rest[at + 2 :]
     cfg = parse([*rest, "--data", argv[1]], training=False)

@@ -109,7 +109,7 @@ def run_arm(entry: Entry, name: str, arm: Arm, seed: int) -> None:
             raise RuntimeError(f"{' '.join(command)} ended with {code}; see {folder}.txt:\n  " + "\n  ".join(tail))
         if (
             command[0] == "train.py"
-            and log_of(folder)[-1]["step"] < read_yaml(os.path.join(folder, "config.yaml"))["steps"]
+            and log_of(folder)[-1]["step"] < int(read_yaml(os.path.join(folder, "config.yaml"))["steps"])
         ):
             raise RuntimeError(f"{arm.name} seed {seed} was stopped before its last step")
     print(f"  {arm.name} seed {seed}: done in {time.time() - began:.0f} s", flush=True)
