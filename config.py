@@ -48,6 +48,8 @@ class Config:
     """Continue the run in run_dir from its last checkpoint."""
     seed: int = 0
     """Seed of weights, data order and samples. Sample (step, prompt, i) does not depend on batch size or ranks."""
+    rank_timeout: int = 1800
+    """Seconds that a rank waits for the others before the job ends: more than a rank's rollout may last longer than another's."""
     report: str = "none"
     """Extra logger beside log.jsonl: none, tensorboard or wandb (install the one you want)."""
 
@@ -406,6 +408,7 @@ AT_LEAST = {  # smallest allowed value
     **dict.fromkeys("critic_lr value_clip value_coef kl_fuse entropy low_lr_gamma overlong".split(), 0),
     **dict.fromkeys("good_answers bad_answers".split(), 1),
     **dict.fromkeys("pool_size world_clusters world_items requests_themes".split(), 2),
+    "rank_timeout": 1,
     "width": 32,
 }
 AT_MOST = {"seed": 2**63 - 1, "data_seed": 2**63 - 1, "popularity_power": 20, "low_lr_gamma": 100, "lr": 1e3, "value_clip": 1e6, "critic_lr": 1e6, "clip_high": 1e6,

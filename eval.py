@@ -26,6 +26,8 @@ from config import Config, answer_of, dump, fail, given, parse
 from rollout import Rollout, demonstrations, rollout
 from run import lines_of, write
 
+CHUNK = 256  # examples of one rollout
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Metrics of one list
 
@@ -223,15 +225,19 @@ def metrics_of(example, slate: list[str], ranking: list[str], cfg: Config) -> di
 
 
 def evaluate(policy: Policy, examples: list, prompts: list[list[int]], cfg: Config, progress=False) -> list[dict]:
-    """One completion per example -> a row per example, in their order. Examples are shared over ranks (F47)."""
+    """One completion per example -> a row per example, in their order. Examples are shared over ranks (F47), which all make
+    the same number of rollouts: each gathers the weights."""
     listed = answer_of(cfg) == "list"
     people, columns = people_per_request(examples), ["invalid", "duplicates", "out_of_pool", "length", "finished"]
     if listed:
         columns = ["invalid", "unparsable", "out_of_catalog", "duplicates", "lines", "length", "finished"]
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     mine, rows = list(range(rank, len(examples), world)), {}
-    chunks = [mine[i : i + 256] for i in range(0, len(mine), 256)]
+    chunks = [mine[i : i + CHUNK] for i in range(0, -(-len(examples) // world), CHUNK)]
     for at in tqdm(chunks, "evaluate", disable=not progress, leave=False):
+        if not at:
+            with lm.gathered(policy.model):
+                continue
         roll = policy.rollout([prompts[i] for i in at], 1, cfg.eval_temperature, [(cfg.seed, 0, i) for i in at], cfg)
         scored = rewards.score(roll, [examples[i] for i in at], policy.pieces, cfg, "sequence" if listed else "phase")
         for j, i in enumerate(at):

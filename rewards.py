@@ -700,8 +700,8 @@ def contrasted(roll, scored: Scored, joint: Tensor, positives: int, negatives: i
 
 
 def pick(scored: Scored, rows: Tensor) -> Scored:
-    """The rows (B,) bool of scores."""
-    at = rows.nonzero()[:, 0].tolist()
+    """The rows (a mask (B,), or their numbers) of scores."""
+    at = torch.arange(len(scored.texts))[rows.cpu()].tolist()
     parts = {k: [v[i] for i in at] for k, v in scored.parts.items()}
     return replace(scored, unit_ids=scored.unit_ids[rows], reward=scored.reward[rows], valid=scored.valid[rows], parts=parts,
                    texts=[scored.texts[i] for i in at], answers=[scored.answers[i] for i in at])  # fmt: skip
