@@ -322,6 +322,13 @@ class Config:
     """Lists: an item that c of n responders named is worth (c/n)^consensus: 0 union (any one counts), 1 mean."""
     year_tolerance: int = 2
     """Lists: a title with a year is a hit if the responder's year is at most this far."""
+    reward_workers: int = 0
+    """Processes that score completions, per rank. 0: in the run's own process, fastest for cheap rewards; there one that hangs
+    or kills its process cannot be helped."""
+    reward_timeout: float = 10.0
+    """Seconds that a worker may take for one completion; then it is killed, and the completion cannot be scored."""
+    max_reward_errors: float = 0.5
+    """Completions whose reward fails are left out and counted (reward_errors); a larger share of a step's ends the run."""
     overlong: float = 0.0
     """Soft punishment of length (DAPO): within the last this share of max_new_tokens up to -1 is added to the reward of
     every unit. 0: off."""
@@ -406,13 +413,15 @@ AT_LEAST = {  # smallest allowed value
         "lam_end focal_gamma focal_ema smoothing keep_samples refill dual_clip tis gae_gamma gae_lam".split(), 0
     ),
     **dict.fromkeys("critic_lr value_clip value_coef kl_fuse entropy low_lr_gamma overlong".split(), 0),
+    **dict.fromkeys("reward_workers max_reward_errors".split(), 0),
     **dict.fromkeys("good_answers bad_answers".split(), 1),
     **dict.fromkeys("pool_size world_clusters world_items requests_themes".split(), 2),
     "rank_timeout": 1,
+    "reward_timeout": 0.01,
     "width": 32,
 }
 AT_MOST = {"seed": 2**63 - 1, "data_seed": 2**63 - 1, "popularity_power": 20, "low_lr_gamma": 100, "lr": 1e3, "value_clip": 1e6, "critic_lr": 1e6, "clip_high": 1e6,
-           "cispo_cap": 1e6, "tis": 1e6}  # fmt: skip
+           "cispo_cap": 1e6, "tis": 1e6, "reward_workers": 1024, "reward_timeout": 1e6, "max_reward_errors": 1}  # fmt: skip
 PHASES = ("slate", "rank", "plan")  # what a phase may hold; rewards.PHASES says what each earns
 LISTS = {"requests"}  # data sets whose answers are lists
 INFINITE = {"returns_gamma"}  # numbers that may be infinite
