@@ -50,6 +50,13 @@ class Config:
     """Seed of weights, data order and samples. Sample (step, prompt, i) does not depend on batch size or ranks."""
     rank_timeout: int = 1800
     """Seconds that a rank waits for the others before the job ends: more than a rank's rollout may last longer than another's."""
+    plan: bool = False
+    """Print memory, communication and time of a step, computed from the settings, and leave: nothing is trained, loaded or
+    written (plan.py)."""
+    plan_ranks: list[int] = field(default_factory=list)
+    """--plan: numbers of ranks to show. Empty: the ranks of the command itself, 8, 64 and 512."""
+    plan_gb: float = 0.0
+    """--plan: memory of a device in GB; 0: that of the GPU here, else 80."""
     report: str = "none"
     """Extra logger beside log.jsonl: none, tensorboard or wandb (install the one you want)."""
 
@@ -407,7 +414,7 @@ AT_LEAST = {  # smallest allowed value
     ),
     **dict.fromkeys("temperature lr min_lr weight_decay grad_clip beta lam adv_eps world_noise world_slack".split(), 0),
     **dict.fromkeys("eval_temperature min_rating year_tolerance consensus".split(), 0),
-    **dict.fromkeys("popularity_power tail_quota requests_disagreement".split(), 0),
+    **dict.fromkeys("popularity_power tail_quota requests_disagreement plan_gb".split(), 0),
     **dict.fromkeys("requests_responders requests_named requests_examples returns_gamma".split(), 1),
     **dict.fromkeys(
         "lam_end focal_gamma focal_ema smoothing keep_samples refill dual_clip tis gae_gamma gae_lam".split(), 0
@@ -516,6 +523,8 @@ def check(cfg: Config, world_size: int = 1, training: bool = True) -> Config:
         fail(
             f"--clip_low {cfg.clip_low} --clip_high {cfg.clip_high}: ranges are offsets from 1, and clip_low is below 1"
         )
+    if min(cfg.plan_ranks, default=1) < 1:
+        fail(f"--plan_ranks {' '.join(map(str, cfg.plan_ranks))}: numbers of ranks are at least 1")
     if not cfg.eval_k or min(cfg.eval_k) < 1:
         fail("--eval_k needs cutoffs of at least 1")
     if cfg.width % 32:

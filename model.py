@@ -134,19 +134,26 @@ def compute_dtype(cfg: Config, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def build(cfg: Config, tokenizer) -> nn.Module:
-    """A tiny random Qwen3 for the tokenizer; heads of size 32; seeded by cfg.seed."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
+def tiny_config(cfg: Config, tokenizer):
+    """Config of a tiny Qwen3 for the tokenizer; heads of size 32."""
+    from transformers import Qwen3Config
 
     heads = cfg.width // 32
-    torch.manual_seed(cfg.seed)
-    return AutoModelForCausalLM.from_config(Qwen3Config(
+    return Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=cfg.width, intermediate_size=3 * cfg.width,
         num_hidden_layers=cfg.layers, num_attention_heads=heads, num_key_value_heads=heads, head_dim=32,
         max_position_embeddings=cfg.max_prompt + cfg.max_new_tokens, tie_word_embeddings=cfg.tie,
         initializer_range=cfg.width**-0.5,  # logits of unit size at the start
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    ))  # fmt: skip
+    )  # fmt: skip
+
+
+def build(cfg: Config, tokenizer) -> nn.Module:
+    """That model with random weights, seeded by cfg.seed."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(cfg.seed)
+    return AutoModelForCausalLM.from_config(tiny_config(cfg, tokenizer))
 
 
 def load(cfg: Config, tokenizer, device: torch.device) -> nn.Module:
@@ -170,14 +177,19 @@ def load(cfg: Config, tokenizer, device: torch.device) -> nn.Module:
         fail(f"--attention {cfg.attention}: {str(e).strip().splitlines()[0]}")
     if tokenizer is not None and len(tokenizer) > (rows := model.get_input_embeddings().num_embeddings):
         fail(f"--init {cfg.init}: its tokenizer has {len(tokenizer)} tokens, its model {rows}")
-    longest = getattr(model.config, "max_position_embeddings", math.inf)
+    check_positions(cfg, model.config)
+    if cfg.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return no_dropout(model).to(device)
+
+
+def check_positions(cfg: Config, config) -> None:
+    """Prompt and completion must fit into the positions that a model was made for."""
+    longest = getattr(config, "max_position_embeddings", math.inf)
     if cfg.max_prompt + cfg.max_new_tokens > longest:
         fail(
             f"--max_prompt {cfg.max_prompt} + --max_new_tokens {cfg.max_new_tokens} exceed the model's {longest} positions"
         )
-    if cfg.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return no_dropout(model).to(device)
 
 
 def save(model: nn.Module, tokenizer, folder: str, state: dict[str, Tensor] | None = None) -> None:

@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 import data
 import model as lm
+import plan
 import rewards
 from config import Config, fail, parse
 from eval import Policy, evaluate, means, open_policy
@@ -573,7 +574,9 @@ def command() -> None:
     """The process. A rank that fails leaves with its traceback at once, and torchrun stops the others. A rank that only
     misses another one says so in a line, and late: so the first traceback, and torchrun's report, are of the fault."""
     try:
-        main(parse(world_size=environment()[1]))
+        world = environment()[1]
+        cfg = parse(world_size=world)
+        plan.show(cfg, world) if cfg.plan else main(cfg)
     except KeyboardInterrupt:  # before the loop, or the second one: the last checkpoint stands
         sys.exit(130)
     except RuntimeError as e:
