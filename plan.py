@@ -467,7 +467,7 @@ def report(cfg: Config, ranks: int = 1, m: Machine = Machine()) -> str:
         f"{s.params:,} parameters, {s.vocab * s.hidden / s.params:.0%} of them input embeddings; {s.layers} layers; "
         f"KV cache {s.kv_numbers * c:,} bytes per token\n"
         f"{cfg.method}; {'bfloat16' if c == 2 else 'float32'} on fp32 master weights; {room / GB:g} GB per rank ({source})\n"
-        f"{cfg.batch_size} prompts a step x {samples(cfg)} rows of {cfg.max_prompt:,} + {cfg.max_new_tokens:,} tokens; "
+        f"{cfg.batch_size} prompts x {samples(cfg)} rows of {cfg.max_prompt:,} + {cfg.max_new_tokens:,} tokens a step; "
         f"micro_tokens {cfg.micro_tokens:,}, kv_tokens {cfg.kv_tokens:,}",
         memory_table(s, cfg, worlds, path, room),
         path_table(s, cfg, ranks if ranks in worlds else worlds[0], room, m),
@@ -492,10 +492,10 @@ def device_gb(cfg: Config) -> tuple[float, str]:
     return 80 * GB, "no GPU here: assumed"
 
 
-ASSUMED = """Computed, not measured; 1 GB = 1e9 bytes. Every prompt counts as max_prompt tokens, every completion as
+ASSUMED = """Computed, not measured; 1 GB = 1e9 bytes. Prompts count as max_prompt tokens, completions as
 max_new_tokens. Keep a tenth of the memory free for the allocator, and 1 GB for the CUDA context.
-Assumed: {flops:g} TFLOP/s sustained; {hbm:g} TB/s of device memory; a rank receives {nvlink:g} GB/s within a node of
-{m.node}, {far:g} GB/s across nodes (a card of {nic:g} GB/s per rank, the ring shares them); {hop:g} us per rank of a ring;
-{launch:g} ms to launch a layer of a decoding step. The update's products hide communication as far as they last.
-Shared prefix: the head in chunks of {chunk} tokens. limit: what takes longest; memory: these settings do not
-fit; batch: fewer prompts than ranks, which train.py refuses (shown as one prompt per rank)."""
+Assumed: {flops:g} TFLOP/s sustained; {hbm:g} TB/s of device memory; a rank receives {nvlink:g} GB/s within a
+node of {m.node}, {far:g} GB/s across nodes (a card of {nic:g} GB/s per rank, the ring shares them); {hop:g} us per
+rank of a ring; {launch:g} ms to launch a layer of a decoding step. The update's products hide communication
+as far as they last. Shared prefix: the head in chunks of {chunk} tokens. limit: what takes longest;
+memory: these settings do not fit; batch: fewer prompts than ranks, which train.py refuses."""
