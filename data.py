@@ -391,9 +391,9 @@ def find(cfg: Config, folders: list[str], names: list[str]) -> list[str]:
 def lines(cfg: Config, path: str, encoding: str = "utf-8") -> Iterator[str]:
     """Decoded lines with their ends, split at \\n only (csv and JSON Lines need both).
 
-    Refuses what only looks like data: an empty file, a Git LFS pointer, a saved web page, bytes of another encoding.
-    ISO-8859-1 decodes anything, so there a line that is valid UTF-8 (a re-encoded copy) is refused: it would show as
-    garbage.
+    Refuses what only looks like data: an empty file, a Git LFS pointer, a saved web page, a packed file, bytes of another
+    encoding, NUL. ISO-8859-1 decodes anything, so there a line that is valid UTF-8 (a re-encoded copy) is refused: it would
+    show as garbage.
     """
     try:
         file = open(path, "rb")
@@ -408,11 +408,15 @@ def lines(cfg: Config, path: str, encoding: str = "utf-8") -> Iterator[str]:
             damaged(cfg, path, "is a Git LFS pointer, not the data: run `git lfs pull` there or get the file")
         if head.lower().startswith((b"<!doctype html", b"<html")):
             damaged(cfg, path, "is a saved web page, not the data: use the download link itself")
+        if head.startswith((b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ")):
+            damaged(cfg, path, "is a packed file: unpack it")
         for n, raw in enumerate(file, 1):
             try:
                 line = raw.decode(encoding)
             except UnicodeDecodeError as e:
                 damaged(cfg, f"{path} line {n}", f"byte {raw[e.start]:#04x} in column {e.start + 1} is not {encoding}")
+            if b"\0" in raw:
+                damaged(cfg, f"{path} line {n}", "a NUL byte: the file is damaged, or UTF-16 text")
             if encoding != "utf-8" and not raw.isascii() and is_utf8(raw):
                 damaged(cfg, f"{path} line {n}", f"is UTF-8, the published file is {encoding}: a re-encoded copy")
             yield line.removeprefix("\ufeff") if n == 1 else line
@@ -426,15 +430,30 @@ def is_utf8(raw: bytes) -> bool:
     return True
 
 
-def table(cfg: Config, path: str, sep: str, columns: dict, header=True, encoding="utf-8") -> Iterator[list]:
-    """Rows of a delimited file, each value through the type of its column. Quotes are only special where sep is ','."""
-    text = lines(cfg, path, encoding)
+def ended(cfg: Config, path: str, text: Iterator[str]) -> Iterator[str]:
+    """The lines of a table. Where the last one has no end the file was cut, be it inside a number that still reads as one."""
+    for n, line in enumerate(text, 1):
+        yield line
+        if not line.endswith("\n"):
+            damaged(cfg, f"{path} line {n}", "the last line has no line end: the file is cut short")
+
+
+def table(
+    cfg: Config, path: str, sep: str, columns: dict, header=True, encoding="utf-8", unique=False
+) -> Iterator[list]:
+    """Rows of a delimited file, each value through the type of its column. Quotes are only special where sep is ','.
+
+    unique: no two rows may have the same first value.
+    """
+    text, seen = ended(cfg, path, lines(cfg, path, encoding)), set()
     rows = csv.reader(text, strict=True) if sep == "," else (line.rstrip("\r\n").split(sep) for line in text)
     kinds, n = list(columns.values()), 0
     try:
         for n, row in enumerate(rows, 1):
             if row in ([], [""]):
                 continue  # some copies end in a blank line
+            if sep == "," and rows.line_num != n:
+                damaged(cfg, f"{path} line {n}", "a quote that is not closed on its line")
             if len(row) != len(kinds):
                 damaged(cfg, f"{path} line {n}", f"{len(row)} columns instead of {len(kinds)} ({', '.join(columns)}): "
                         "the file is cut short or another one")  # fmt: skip
@@ -442,9 +461,16 @@ def table(cfg: Config, path: str, sep: str, columns: dict, header=True, encoding
                 if row != list(columns):
                     damaged(cfg, f"{path} line 1", f"the header is {sep.join(row)!r}, expected {sep.join(columns)!r}")
                 continue
-            yield [kind(value) for kind, value in zip(kinds, row)]
-    except ValueError:
-        damaged(cfg, f"{path} line {n}", f"not a number where one belongs: {sep.join(row)!r} ({', '.join(columns)})")
+            values = [kind(value) for kind, value in zip(kinds, row)]
+            if unique and values[0] in seen:
+                damaged(cfg, f"{path} line {n}", f"{next(iter(columns))} {values[0]} is there twice")
+            if unique:
+                seen.add(values[0])
+            yield values
+    except (ValueError, KeyError):
+        damaged(
+            cfg, f"{path} line {n}", f"not a number where one belongs: {sep.join(row)!r:.300} ({', '.join(columns)})"
+        )
     except csv.Error as e:
         damaged(cfg, f"{path} line {n + 1}", f"{e}: the file is cut short or damaged")
 
@@ -464,10 +490,25 @@ def records(cfg: Config, path: str) -> Iterator[dict]:
             yield parse_json(cfg, path, line, n)
 
 
+def once(pairs: list[tuple[str, object]]) -> dict:
+    """A JSON object in which no key is given twice: the second would win in silence."""
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        raise ValueError("a key is given twice in an object")
+    return out
+
+
+def constant(name: str):
+    """NaN and Infinity, which Python's reader takes and JSON does not have."""
+    raise ValueError(f"{name} is no JSON")
+
+
 def parse_json(cfg: Config, path: str, text: str, line=1):
     """text starts at the given line of the file."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=once, parse_constant=constant)
+    except RecursionError:
+        damaged(cfg, f"{path} line {line}", "not JSON of a data set: nested thousands of levels deep")
     except ValueError as e:  # JSONDecodeError, or a number with thousands of digits
         at, what = getattr(e, "pos", 0), getattr(e, "msg", str(e))
         early = "Unterminated" in what or (at and not text[at:].strip())
@@ -597,20 +638,31 @@ def next_item(cfg: Config, split: str, events, named) -> Split:
 
 
 def whole(text: str) -> int:
-    if not abs(number := int(text[:40])) < 2**63:
+    """int() alone would also take 1_0, blanks around a number and digits of other scripts."""
+    if not (
+        text.isascii() and text.removeprefix("-").isdecimal() and len(text) < 20 and abs(number := int(text)) < 2**63
+    ):
         raise ValueError(text)
     return number
 
 
-def half_stars(text: str) -> float:
-    if not 0 <= (rating := float(text)) <= 5:  # written so that nan fails too
+def ident(text: str) -> int:
+    """The number of a user or an item, small enough that sequences() can make one number of a pair of them."""
+    if not 0 <= (number := whole(text)) < 2**40:
         raise ValueError(text)
-    return rating
+    return number
 
 
-RATING = {"userId": whole, "movieId": whole, "rating": half_stars, "timestamp": whole}
-MOVIE = {"movieId": whole, "title": str, "genres": str}
-U_ITEM = {"movie id": whole, "movie title": str, **{f"field {i}": str for i in range(2, 24)}}  # dates, URL, 19 genres
+def part_of_date(text: str) -> int:
+    if not 0 <= (number := whole(text)) < 10_000:
+        raise ValueError(text)
+    return number
+
+
+STARS = {text: i / 2 for i in range(1, 11) for text in {f"{i / 2}", f"{i / 2:g}"}}  # 0.5, 1, 1.0, ..., 5, 5.0
+RATING = {"userId": ident, "movieId": ident, "rating": STARS.__getitem__, "timestamp": whole}
+MOVIE = {"movieId": ident, "title": str, "genres": str}
+U_ITEM = {"movie id": ident, "movie title": str, **{f"field {i}": str for i in range(2, 24)}}  # dates, URL, 19 genres
 MOVIELENS = {  # ratings file -> separator; titles file, its separator, columns and encoding; do they have a header?
     "ratings.csv": (",", "movies.csv", ",", MOVIE, "utf-8", True),
     "u.data": ("\t", "u.item", "|", U_ITEM, "iso-8859-1", False),
@@ -628,7 +680,7 @@ def load_movielens(cfg: Config, split: str) -> Split:
         fail(f"several MovieLens sets: {', '.join(paths)}; name the folder of one with --data_dir")
     place, name = os.path.split(paths[0])
     sep, movies, movies_sep, columns, encoding, header = MOVIELENS[name]
-    titles = table(cfg, os.path.join(place, movies), movies_sep, columns, header, encoding)
+    titles = table(cfg, os.path.join(place, movies), movies_sep, columns, header, encoding, unique=True)
     named = ((movie, restore_article(clean(title))) for movie, title, *_ in titles)
     low = "rating below --min_rating"
     ratings = table(cfg, paths[0], sep, RATING, header)
@@ -636,9 +688,16 @@ def load_movielens(cfg: Config, split: str) -> Split:
     return next_item(cfg, split, events, named)
 
 
-ARTIST = {"id": whole, "name": str, "url": str, "pictureURL": str}
-TAGGED = {"userID": whole, "artistID": whole, "tagID": whole, "day": whole, "month": whole, "year": whole}
-TAGGED_STAMPS = {"userID": whole, "artistID": whole, "tagID": whole, "timestamp": whole}  # milliseconds since 1970
+ARTIST = {"id": ident, "name": str, "url": str, "pictureURL": str}
+TAGGED = {
+    "userID": ident,
+    "artistID": ident,
+    "tagID": whole,
+    "day": part_of_date,
+    "month": part_of_date,
+    "year": part_of_date,
+}
+TAGGED_STAMPS = {"userID": ident, "artistID": ident, "tagID": whole, "timestamp": whole}  # milliseconds since 1970
 
 
 def load_lastfm(cfg: Config, split: str) -> Split:
@@ -650,7 +709,7 @@ def load_lastfm(cfg: Config, split: str) -> Split:
     """
     files = ["user_taggedartists-timestamps.dat", "user_taggedartists.dat"]
     path = find(cfg, ["lastfm-2k", "hetrec2011-lastfm-2k"], files)[0]
-    artists = table(cfg, os.path.join(os.path.dirname(path), "artists.dat"), "\t", ARTIST)
+    artists = table(cfg, os.path.join(os.path.dirname(path), "artists.dat"), "\t", ARTIST, unique=True)
     named = ((artist, clean(name)) for artist, name, *_ in artists)
     if path.endswith(files[0]):
         begin, tags = 1_009_843_200_000, table(cfg, path, "\t", TAGGED_STAMPS)
@@ -729,8 +788,27 @@ def retrieve(cfg: Config, split: str, parse: Callable[[dict], Question], folders
     return Split(examples, +dropped)
 
 
+def text_of(value) -> str:
+    """A text of a record. Other types would be read in silence as something else: a string is a list of characters, a
+    list has a str()."""
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.60} where a text belongs")
+    value.encode()  # raises where half of a surrogate pair is no character
+    return value
+
+
+def list_of(value) -> list:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r:.60} where a list belongs")
+    return value
+
+
+def id_of(value) -> str:
+    return str(value) if type(value) is int else text_of(value)
+
+
 def shown(text: str) -> str:
-    return clean(html.unescape(text))
+    return clean(html.unescape(text_of(text)))
 
 
 def parse_hotpotqa(record: dict) -> Question:
@@ -740,24 +818,27 @@ def parse_hotpotqa(record: dict) -> Question:
     """
     context, facts = record["context"], record["supporting_facts"]
     if isinstance(context, dict):
-        context = list(zip(context["title"], context["sentences"], strict=True))
-        wanted = set(facts["title"])
+        context = list(zip(list_of(context["title"]), list_of(context["sentences"]), strict=True))
+        wanted = {text_of(title) for title in list_of(facts["title"])}
     else:
-        wanted = {title for title, *_ in facts}
+        context, wanted = list_of(context), {text_of(title) for title, *_ in map(list_of, list_of(facts))}
+    passages = [(shown(title) or "untitled", shown("".join(list_of(sentences)))) for title, sentences in context]
     titles = [title for title, _ in context]
-    passages = [(shown(title) or "untitled", shown("".join(sentences))) for title, sentences in context]
     question = shown(record["question"])
     id = record.get("_id") or record.get("id") or f"{stable_hash(question):016x}"  # some hub copies have lost the id
     gold = [i for i, title in enumerate(titles) if title in wanted]
-    return Question(str(id), question, passages, gold, len(wanted.difference(titles)))
+    return Question(id_of(id), question, passages, gold, len(wanted.difference(titles)))
 
 
 def parse_musique(record: dict) -> Question:
     """Paragraphs are known by their place: titles repeat within a record."""
-    paragraphs = record["paragraphs"]
-    passages = [(clean(p["title"]) or "untitled", clean(p["paragraph_text"])) for p in paragraphs]
-    gold = [i for i, p in enumerate(paragraphs) if p["is_supporting"]]
-    return Question(str(record["id"]), clean(record["question"]), passages, gold)
+    paragraphs = list_of(record["paragraphs"])
+    passages = [(clean(text_of(p["title"])) or "untitled", clean(text_of(p["paragraph_text"]))) for p in paragraphs]
+    support = [p["is_supporting"] for p in paragraphs]
+    if not all(isinstance(s, bool) for s in support):
+        raise TypeError("is_supporting is neither true nor false")
+    gold = [i for i, s in enumerate(support) if s]
+    return Question(id_of(record["id"]), clean(text_of(record["question"])), passages, gold)
 
 
 def load_hotpotqa(cfg: Config, split: str) -> Split:
