@@ -330,10 +330,11 @@ def received(s: Shape, cfg: Config, ranks: int, path: Path) -> dict[str, float]:
 
 
 def collectives(s: Shape, cfg: Config, ranks: int, path: Path) -> int:
-    """Collectives of a step: blocks + 1 for each gathering or reduction of the model."""
-    has, n = passes(cfg), path.micro(cfg, ranks)[0]
-    times = bool(decoded(cfg)) + n * (3 * cfg.mu * (1 + has["critic"]) + has["old"] + has["reference"] + has["critic"])
-    return (s.layers + 1) * times if ranks > 1 else 0
+    """Gatherings and reductions of a step, one per block and one for the root, as in received(). Beside them about 30
+    reductions of a few numbers (under 1 kB) per step, which are not counted."""
+    n, has, blocks = path.micro(cfg, ranks)[0], passes(cfg), s.layers
+    update = n * (3 * blocks + 2) * cfg.mu * (1 + has["critic"])
+    return (blocks + 1) * bool(decoded(cfg)) + update + n * blocks * sum(has.values()) if ranks > 1 else 0
 
 
 def forward_flops(s: Shape, p: float, r: float, prompt: int, completion: int) -> float:

@@ -1,6 +1,7 @@
 """plan.py against what it predicts: parameters, caches, optimiser state and saved activations of real models on the CPU.
 
-Left out: the times, which rest on assumed rates; bytes on the wire are counted under torchrun (test_dist.py).
+Bytes on the wire are counted on a process group of 8 ranks that sends nothing. Left out: the times, which rest on assumed
+rates.
 """
 
 import os
@@ -9,7 +10,9 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 import model as lm
@@ -144,6 +147,61 @@ def test_peak_of_a_micro_batch_is_what_the_allocator_sees(checkpointing, vocab):
         top = max(top, now)
     expected = plan.micro_batch(s, cfg, 1, path, 8)
     assert top == pytest.approx(expected, rel=0.1 if checkpointing else 0.05), top / expected
+
+
+class Wire(TorchDispatchMode):
+    """Counts the collectives inside, and the bytes of their whole tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes, self.calls = {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            name = function.name().split("::")[1]
+            self.bytes[name] = self.bytes.get(name, 0) + max(own([x]) for x in args if isinstance(x, torch.Tensor))
+            self.calls += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def eight_ranks():
+    """A process group of 8 ranks of which only this process exists: collectives return at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3 tied"])
+def test_bytes_and_collectives_of_a_step(kind, dtype, eight_ranks):
+    """A rollout, a reference pass and two micro-batches under FSDP2, after a step of warming up: within 1 % (FSDP2 pads
+    what 8 ranks do not divide), and the number of collectives to the last one."""
+    cfg, compute = settings(dtype=dtype, batch_size=16, micro_tokens=48 * 2, beta=0.1), getattr(torch, dtype)
+    s, path = plan.shape_of(KINDS[kind]), plan.Path()
+    assert path.micro(cfg, 8) == (2, 2)
+    net, reference = (lm.shard(net_of(kind), compute) for _ in range(2))
+    tokens, group = torch.full((2, 16), 7), torch.arange(2)
+    args = ([[5] * 32, [5] * 24], tokens, tokens > 0, group)
+    for _ in range(2):
+        wires = {name: Wire() for name in ("rollout", "no grad", "forward", "backward")}
+        with wires["rollout"], lm.gathered(net), torch.no_grad():
+            for _ in range(3):
+                net(input_ids=tokens)
+        for _ in range(2):
+            with wires["no grad"], torch.no_grad():
+                lm.completion_logp(reference, *args, dtype=compute)
+        for _ in range(2):
+            with wires["forward"]:
+                logp, _ = lm.completion_logp(net, *args, dtype=compute)
+            with wires["backward"]:
+                logp.sum().backward()
+    counted = {k: w.bytes["_allgather_base_"] * 7 / 8 for k, w in wires.items()}
+    counted["gradients"] = wires["backward"].bytes["_reduce_scatter_base_"] * 7 / 8
+    assert counted == pytest.approx(plan.received(s, cfg, 8, path), rel=0.01)
+    assert sum(w.calls for w in wires.values()) == plan.collectives(s, cfg, 8, path)
 
 
 def test_largest_batch_fits_and_one_more_does_not():
