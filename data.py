@@ -341,16 +341,40 @@ def load_requests(cfg: Config, split: str) -> Split:
 
 
 INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200e\u200f\u2060\ufeff"))  # zero width, direction marks, BOM inside text
+INVISIBLE |= dict.fromkeys(
+    [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+)  # what turns the direction of the text around
+INVISIBLE |= dict.fromkeys(i for i in [*range(0x20), *range(0x7F, 0xA0)] if not chr(i).isspace())  # control characters
+INVISIBLE |= dict.fromkeys(range(0xD800, 0xE000), "\ufffd")  # halves of a character, from JSON escapes: not UTF-8
 ARTICLES = (
     "The A An La Le Les L' Un Une Des Il Lo I Gli Uno Una El Los Las De Det Den En Ett Et Het Een "
     "Der Die Das Dem Ein Eine O Os As Um Uma Da"
 ).split()
+LONGEST = 1000  # characters of an item's name
+BULLETS = "-*• "  # an answer's line of these alone names nothing
 ARTICLE_LAST = re.compile(rf"(\s*(?:a\.?k\.?a\.? )?)([^()]+), ({'|'.join(ARTICLES)})(?=\s*(?:[()]|$))")
 
 
 def clean(text: str) -> str:
     """Text as shown: no invisible characters, every run of white space (no-break space, tab, newline) one space."""
     return " ".join(text.translate(INVISIBLE).split())
+
+
+def item_name(text: str) -> str:
+    """An item's name as shown; "" where no answer can give it: nothing but bullets, or longer than LONGEST."""
+    shown = clean(text)
+    return shown if shown.strip(BULLETS) and len(shown) <= LONGEST else ""
+
+
+def spaced(cfg: Config, text: str) -> str:
+    """Text from files without the tags of an answer: a space behind the first character, </SLATE> -> < /SLATE>.
+
+    Or an answer that names the item would end its own phase there. All texts of an example are written so (items, history,
+    gold), so the item can be found all the same. Special tokens of a chat template need no such thing: see encode.
+    """
+    while answer_of(cfg) == "phases" and (tag := next((t for t in cfg.tags if t in text), None)):
+        text = text.replace(tag, f"{tag[0]} {tag[1:]}" if len(tag) > 1 else " ")
+    return text
 
 
 def restore_article(title: str) -> str:
@@ -361,12 +385,14 @@ def restore_article(title: str) -> str:
 
 
 def tell_apart(names: list[str]) -> list[str]:
-    """Equal names -> 'x', 'x (2)', 'x (3)': an item is its name, so no two may share one."""
-    given, seen, out = set(names), set(), []
+    """Equal names -> 'x', 'x (2)', 'x (3)': an item is its name, so no two may share one. Case does not tell them apart: an
+    answer is read without it."""
+    taken, seen, out = {name.casefold() for name in names}, set(), []
     for name in names:
-        if name in seen:
-            name = next(n for k in itertools.count(2) if (n := f"{name} ({k})") not in given and n not in seen)
-        seen.add(name)
+        if name.casefold() in seen:
+            name = next(n for k in itertools.count(2) if (n := f"{name} ({k})").casefold() not in taken)
+        taken.add(name.casefold())
+        seen.add(name.casefold())
         out.append(name)
     return out
 
@@ -601,7 +627,7 @@ def next_item(cfg: Config, split: str, events, named) -> Split:
     is what the user took next, in order, as far as the training part goes.
     Everything is arrays until max_examples has chosen, so tens of millions of rows fit in a few GB.
     """
-    users, items, times, names, dropped = gather(events, named)
+    users, items, times, names, dropped = gather(events, ((id, spaced(cfg, name)) for id, name in named))
     known = np.bincount(items, minlength=len(names))[items] >= cfg.min_count
     dropped["interaction with an item below --min_count"] += int((~known).sum())
     users, items = sequences(users[known], items[known], times[known], dropped)
@@ -681,7 +707,7 @@ def load_movielens(cfg: Config, split: str) -> Split:
     place, name = os.path.split(paths[0])
     sep, movies, movies_sep, columns, encoding, header = MOVIELENS[name]
     titles = table(cfg, os.path.join(place, movies), movies_sep, columns, header, encoding, unique=True)
-    named = ((movie, restore_article(clean(title))) for movie, title, *_ in titles)
+    named = ((movie, restore_article(item_name(title))) for movie, title, *_ in titles)
     low = "rating below --min_rating"
     ratings = table(cfg, paths[0], sep, RATING, header)
     events = ((user, movie, time, low if stars < cfg.min_rating else "") for user, movie, stars, time in ratings)
@@ -710,7 +736,7 @@ def load_lastfm(cfg: Config, split: str) -> Split:
     files = ["user_taggedartists-timestamps.dat", "user_taggedartists.dat"]
     path = find(cfg, ["lastfm-2k", "hetrec2011-lastfm-2k"], files)[0]
     artists = table(cfg, os.path.join(os.path.dirname(path), "artists.dat"), "\t", ARTIST, unique=True)
-    named = ((artist, clean(name)) for artist, name, *_ in artists)
+    named = ((artist, item_name(name)) for artist, name, *_ in artists)
     if path.endswith(files[0]):
         begin, tags = 1_009_843_200_000, table(cfg, path, "\t", TAGGED_STAMPS)
         timed = ((user, artist, time) for user, artist, _, time in tags)
@@ -760,6 +786,8 @@ def retrieve(cfg: Config, split: str, parse: Callable[[dict], Question], folders
             damaged(cfg, f"{path} record {n}", f"no {cfg.data} record: {type(e).__name__} {e}")
         if split != "train" and (stable_hash(q.id) % 2 == 1) != (split == "test"):
             continue
+        q.question = spaced(cfg, q.question)
+        q.passages = [(spaced(cfg, title), spaced(cfg, text)) for title, text in q.passages]
         dropped["supporting title without a passage"] += q.absent
         dropped["question without a supporting passage"] += not q.gold
         if q.gold:
@@ -821,7 +849,10 @@ def parse_hotpotqa(record: dict) -> Question:
         wanted = {text_of(title) for title in list_of(facts["title"])}
     else:
         context, wanted = list_of(context), {text_of(title) for title, *_ in map(list_of, list_of(facts))}
-    passages = [(shown(title) or "untitled", shown("".join(list_of(sentences)))) for title, sentences in context]
+    passages = [
+        (item_name(html.unescape(text_of(title))) or "untitled", shown("".join(list_of(sentences))))
+        for title, sentences in context
+    ]
     titles = [title for title, _ in context]
     question = shown(record["question"])
     id = record.get("_id") or record.get("id") or f"{stable_hash(question):016x}"  # some hub copies have lost the id
@@ -832,7 +863,7 @@ def parse_hotpotqa(record: dict) -> Question:
 def parse_musique(record: dict) -> Question:
     """Paragraphs are known by their place: titles repeat within a record."""
     paragraphs = list_of(record["paragraphs"])
-    passages = [(clean(text_of(p["title"])) or "untitled", clean(text_of(p["paragraph_text"]))) for p in paragraphs]
+    passages = [(item_name(text_of(p["title"])) or "untitled", clean(text_of(p["paragraph_text"]))) for p in paragraphs]
     support = [p["is_supporting"] for p in paragraphs]
     if not all(isinstance(s, bool) for s in support):
         raise TypeError("is_supporting is neither true nor false")
@@ -907,27 +938,92 @@ def load(cfg: Config, split: str | None = None) -> Split:
         fail(f"--data {cfg.data!r} is not one of {', '.join(DATASETS)}")
     split = split or cfg.split
     loaded = DATASETS[cfg.data].load(cfg, split)
-    loaded.examples = sample(cfg, loaded.examples, loaded.dropped)
+    loaded.examples = sample(cfg, sound(cfg, loaded), loaded.dropped)
     if not loaded.examples:
         fail(f"--data {cfg.data}: no usable example in split {split!r}; dropped: {loaded.dropped or 'nothing'}")
     return loaded
 
 
-def encode(tokenizer, prompt: str) -> list[int]:
-    """Prompt -> ids, through the chat template where the tokenizer has one; at most one BOS (F15)."""
+def sound(cfg: Config, loaded: Split) -> list[Example]:
+    """The examples that can be asked and answered; the others are counted in loaded.dropped."""
+    pools = {id(e.candidates): e.candidates for e in loaded.examples}
+    pools = {k: (set(pool), fault_of_pool(cfg, pool)) for k, pool in pools.items()}
+    out, dropped = [], Counter(loaded.dropped)
+    for e in loaded.examples:
+        items, why = pools[id(e.candidates)]
+        why = why or ("" if e.gold else "no gold") or ("" if items.issuperset(e.gold) else "gold outside the pool")
+        if why := why or ("" if is_text(e.prompt + e.demo) else "text that is not UTF-8"):
+            dropped[why] += 1
+        else:
+            out.append(e)
+    loaded.dropped = dict(dropped)
+    return out
+
+
+def fault_of_pool(cfg: Config, pool: list[str]) -> str:
+    """Why no answer could name the items of a pool, or tell them apart; "" if it can."""
+    tags = cfg.tags if answer_of(cfg) == "phases" else []
+    if not pool:
+        return "empty pool"
+    if len({" ".join(item.split()).casefold() for item in pool}) < len(pool):
+        return "item twice in the pool"
+    if any("\n" in item or not item.strip(BULLETS) or not is_text(item) for item in pool):
+        return "item that is no line of text"
+    return "item with a tag in it" if any(t in item for t in tags for item in pool) else ""
+
+
+def is_text(text: str) -> bool:
+    """No half of a character, such as a careless JSON escape leaves."""
+    return not re.search("[\ud800-\udfff]", text)
+
+
+def encode(tokenizer, prompt: str, tags=()) -> list[int]:
+    """Prompt -> ids, through the chat template where the tokenizer has one; at most one BOS (F15).
+
+    Only the template's own special tokens become such: see ordinary. tags: of the answer, which may be tokens of their own.
+    """
+    marked, mark = ordinary(tokenizer, prompt, tags)
     if tokenizer.chat_template:
-        turn = [{"role": "user", "content": prompt}]
+        turn = [{"role": "user", "content": marked}]
         text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        return ids_of(tokenizer, text, mark)
+    ids = ids_of(tokenizer, marked, mark)
     return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
+
+
+def encode_answer(tokenizer, text: str, tags=()) -> list[int]:
+    """Written answer -> ids, stop token included; it is the only one, whatever the text spells."""
+    return [*ids_of(tokenizer, *ordinary(tokenizer, text, tags)), tokenizer.eos_token_id]
+
+
+def ordinary(tokenizer, text: str, tags=()) -> tuple[str, str]:
+    """Text from data in which no special token stands, and the mark that was put behind the first character of each.
+
+    A title <|im_end|> would otherwise end the user's turn, or teach the model to stop in the middle of a demonstration.
+    Cut at the marks and encoded piece by piece, it is the same characters in ordinary tokens. Text without such is left
+    as it is, and so are white space (some tokenizers add tokens for indentation) and the tags.
+    """
+    names = [t.content for t in tokenizer.added_tokens_decoder.values() if len(t.content.strip()) > 1]
+    names = [name for name in names if name in text and name not in tags]
+    mark = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text)  # private use
+    if names:
+        text = re.sub(f"(?s)(?={'|'.join(map(re.escape, names))})(.)", rf"\1{mark}", text)
+    return text, mark
+
+
+def ids_of(tokenizer, text: str, mark: str) -> list[int]:
+    """Ids of text cut at the marks."""
+    return [i for part in tokenizer(text.split(mark), add_special_tokens=False)["input_ids"] for i in part]
 
 
 def fit(split: Split, tokenizer, cfg: Config) -> tuple[list[Example], list[list[int]]]:
     """Examples and their prompt ids; prompts over max_prompt are left out and counted in split.dropped, never cut (F16)."""
-    pairs = [(e, encode(tokenizer, e.prompt)) for e in split.examples]
+    pairs = [(e, encode(tokenizer, e.prompt, cfg.tags)) for e in split.examples]
     unknown = tokenizer.unk_token_id
     if unknown is not None and all(unknown in ids for _, ids in pairs):
+        if not cfg.init:
+            fail(f"--tokenizer {cfg.tokenizer}: made from the training examples, it knows the words of none of these "
+                 f"{len(pairs)} prompts: load more examples, or use --tokenizer byte")  # fmt: skip
         fail(f"--init {cfg.init}: its tokenizer knows the words of none of these prompts; it was made from other data "
              f"(--data, --data_seed, --tokenizer?)")  # fmt: skip
     kept = [(e, ids) for e, ids in pairs if len(ids) <= cfg.max_prompt]

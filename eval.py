@@ -195,9 +195,10 @@ def open_policy(cfg: Config, split: data.Split, device: torch.device) -> Policy:
     """Load or build model and tokenizer for the configuration; split: what a new tokenizer is made from."""
     tokenizer = lm.load_tokenizer(cfg, split.examples, split.catalog)
     model = lm.load(cfg, tokenizer, device)
-    return Policy(
-        model, tokenizer, rewards.token_bytes(tokenizer), lm.stop_ids(model, tokenizer), lm.compute_dtype(cfg, device)
-    )
+    pieces, stop = rewards.token_bytes(tokenizer), lm.stop_ids(model, tokenizer)
+    for i in stop:
+        pieces[i : i + 1] = [b""] * (i < len(pieces))  # the model's further stop tokens are no text either
+    return Policy(model, tokenizer, pieces, stop, lm.compute_dtype(cfg, device))
 
 
 def list_metrics(example, ranks: list, cfg: Config, mean_people: float) -> dict[str, float]:

@@ -39,7 +39,7 @@ def build_tokenizer(kind: str, texts):
     else:
         split = pre_tokenizers.Split(Regex(PIECES[kind]), "isolated")
         words = {piece for text in texts for piece, _ in split.pre_tokenize_str(text)}
-        vocab = {t: i for i, t in enumerate(SPECIAL + sorted(words))}
+        vocab = {t: i for i, t in enumerate(SPECIAL + sorted(words.difference(SPECIAL)))}
         raw = Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
         raw.pre_tokenizer, raw.decoder = split, decoders.Fuse()
     raw.add_special_tokens(SPECIAL)

@@ -203,9 +203,8 @@ def contrasted(task: Task, policy: Policy, batch: list[int], step: int, cfg: Con
         joint = torch.tensor(scored.parts["reward"], device=roll.group.device)
         return batch, roll, rewards.contrasted(roll, scored, joint, cfg.good_answers, cfg.bad_answers)
     device = next(policy.model.parameters()).device
-    answers = [data.contrast(cfg, task.examples[i]) for i in batch]
-    ids = [[completion_ids(policy, text) for text in good + bad] for good, bad in answers]
-    roll = demonstrations([task.prompts[i] for i in batch], ids, device)
+    answers = [contrast_ids(policy, task.examples[i], cfg) for i in batch]
+    roll = demonstrations([task.prompts[i] for i in batch], [good + bad for good, bad in answers], device)
     flags = [float(k < len(good)) for good, bad in answers for k in range(len(good) + len(bad))]
     scored = rewards.demonstrated(roll, policy.pieces, cfg)
     scored.reward = torch.tensor(flags, dtype=torch.float64, device=device)[:, None]
@@ -510,9 +509,10 @@ def first_samples(ids: list[str], roll: Rollout, scored: rewards.Scored, cfg: Co
     return [row for _, row in rows[: cfg.log_samples]]
 
 
-def completion_ids(policy: Policy, text: str) -> list[int]:
-    """Token ids of a written answer, stop token included."""
-    return policy.tokenizer(text, add_special_tokens=False)["input_ids"] + [policy.tokenizer.eos_token_id]
+def contrast_ids(policy: Policy, example, cfg: Config) -> tuple[list[list[int]], list[list[int]]]:
+    """Token ids of the good and of the bad answers made for a request."""
+    good, bad = data.contrast(cfg, example)
+    return tuple([data.encode_answer(policy.tokenizer, text, cfg.tags) for text in texts] for texts in (good, bad))
 
 
 def usable(train: data.Split, policy: Policy, cfg: Config, method: Method) -> Task:
@@ -520,11 +520,17 @@ def usable(train: data.Split, policy: Policy, cfg: Config, method: Method) -> Ta
     examples, prompts = data.fit(train, policy.tokenizer, cfg)
     demos: list[list[int]] = []
     if method.source == "demo":
-        ids = [completion_ids(policy, e.demo) if e.demo else [] for e in examples]
+        ids = [data.encode_answer(policy.tokenizer, e.demo, cfg.tags) if e.demo else [] for e in examples]
         keep = [i for i, d in enumerate(ids) if 0 < len(d) <= cfg.max_new_tokens]
         if len(keep) < len(ids):
             train.dropped["no demonstration, or longer than --max_new_tokens"] = len(ids) - len(keep)
         examples, prompts, demos = ([x[i] for i in keep] for x in (examples, prompts, ids))
+    elif method.source == "pairs" and cfg.pair_source == "data":
+        longest = [max(len(ids) for some in contrast_ids(policy, e, cfg) for ids in some) for e in examples]
+        keep = [i for i, n in enumerate(longest) if n <= cfg.max_new_tokens]
+        if len(keep) < len(longest):
+            train.dropped["good or bad answer longer than --max_new_tokens"] = len(longest) - len(keep)
+        examples, prompts = ([x[i] for i in keep] for x in (examples, prompts))
     if len(examples) < cfg.batch_size:
         fail(f"--batch_size {cfg.batch_size}: {cfg.data} has {len(examples)} usable training examples "
              f"(left out: {dict(train.dropped) or 'none'}); lower it")  # fmt: skip

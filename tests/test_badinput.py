@@ -14,18 +14,24 @@ import subprocess
 import sys
 import threading
 import time
+import unicodedata
 
 import pytest
 import torch
-from test_masks import rolled
+from test_data import hotpot, write_hotpot
+from test_masks import real, rolled
 from test_rewards import GOLD, PIECES, POOL, TOKENIZER, write
+from test_sampling import Mock
 
+import data
+import model as lm
 import rewards
 import train
 import workers
 from config import Config, parse
 from data import Example
 from rewards import Row, score
+from rollout import rollout
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TEXTS = [write(POOL[i : i + 3], [POOL[i + 1]]) for i in range(5)]
@@ -322,3 +328,209 @@ def test_a_run_counts_rewards_that_fail_and_ends_above_a_share(monkeypatch, caps
         go(tmp_path / "b", "--reward_workers", "4", "--reward_timeout", "0.2")
     last = capsys.readouterr().err.strip().split("\n")[-1]
     assert end.value.code == 2 and "TimeoutError: no result within 0.2 s (example train-1)" in last
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data that holds what a prompt or an answer is made of
+
+
+def tokenizer_of(name: str):
+    """A published tokenizer, or one built from the texts below."""
+    return real(name)[0] if "-" in name else lm.build_tokenizer(name, [LIKED.format("Heat (1995)") + "\n"])
+
+
+LIKED = "Liked:\nAlien (1979)\n{}\nDune (2021)"
+TOKENIZERS = ("qwen3-tokenizer", "smollm2-tokenizer", "word", "line", "byte")
+
+
+def specials(tokenizer, ids: list[int]) -> list[int]:
+    """Added tokens among ids; words unknown to a tokenizer built from other texts are no such."""
+    return [i for i in ids if i in tokenizer.added_tokens_decoder and i != tokenizer.unk_token_id]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_title_that_spells_a_special_token_ends_no_turn(kind):
+    """Every added token, alone, doubled, overlapping, in a prompt: the template's own stay, the title becomes plain text."""
+    tokenizer = tokenizer_of(kind)
+    benign = data.encode(tokenizer, LIKED.format("Heat (1995)"))
+    own, text = specials(tokenizer, benign), LIKED.format("Heat (1995)")
+    if tokenizer.chat_template:  # what needs no care is encoded in one piece, as before
+        turn = [{"role": "user", "content": text}]
+        assert own and benign == tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"]
+    names = [t.content for t in tokenizer.added_tokens_decoder.values()]
+    titles = [*names, *(f"a{n}{n}b" for n in names), "".join(names), *(n[:-1] + n for n in names), "\ue000" + names[0]]
+    for title in titles:
+        ids = data.encode(tokenizer, LIKED.format(title))
+        assert specials(tokenizer, ids) == own, title
+        if kind not in ("word", "line"):  # these know the words of their texts only
+            shown = tokenizer.decode(ids)
+            assert title in shown and shown == tokenizer.decode(benign).replace("Heat (1995)", title)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_demonstration_trains_one_stop_token_the_last(kind):
+    tokenizer, cfg = tokenizer_of(kind), Config()
+    for t in tokenizer.added_tokens_decoder.values():
+        demo = data.write_demo(cfg, [], [t.content, "Heat (1995)", f"x{t.content}y"], [f"x{t.content}y"])
+        ids = data.encode_answer(tokenizer, demo, cfg.tags)
+        assert specials(tokenizer, ids) == [tokenizer.eos_token_id] == ids[-1:]
+        if kind not in ("word", "line"):
+            assert tokenizer.decode(ids[:-1]) == demo
+
+
+def test_tags_that_are_tokens_of_their_own_stay_such_in_instructions_and_demonstrations():
+    tokenizer, cfg = lm.build_tokenizer("byte", []), Config()
+    tokenizer.add_tokens(cfg.tags, special_tokens=True)
+    own = tokenizer.convert_tokens_to_ids(cfg.tags)
+    demo = data.write_demo(cfg, [], ["Heat <eos>"], ["Heat <eos>"])
+    assert specials(tokenizer, data.encode_answer(tokenizer, demo, cfg.tags)) == [*own, tokenizer.eos_token_id]
+    asked = data.instruction(Config(template="instruct"), "recommend")
+    assert specials(tokenizer, data.encode(tokenizer, asked, cfg.tags)) == own
+
+
+@pytest.mark.parametrize("kind", ("qwen3-tokenizer", "smollm2-tokenizer", "byte"))
+def test_a_stop_token_spelled_by_ordinary_tokens_ends_no_completion(kind):
+    tokenizer = tokenizer_of(kind)
+    stop, pieces = tokenizer.eos_token_id, rewards.token_bytes(tokenizer)
+    spelled = data.encode_answer(tokenizer, f"Heat{tokenizer.eos_token}x")[:-1]
+    follow = dict(zip([-1, *spelled], spelled))
+    assert len(follow) > len(spelled) - 2
+
+    def logits(last):
+        at = torch.zeros(*last.shape, len(tokenizer))
+        for b, token in enumerate(last[:, 0].tolist()):
+            at[b, 0, follow.get(token, spelled[0])] = 1e4
+        return at
+
+    limit = 3 * len(spelled)
+    roll = rollout(Mock(logits), [[0]], 1, [stop], max_new_tokens=limit, temperature=0.0)
+    assert not roll.finished.any() and int(roll.mask.sum()) == limit and stop not in roll.tokens[0].tolist()
+    got = score(roll, [Example("1", "?", POOL, GOLD)], pieces, Config(), "phase")
+    assert got.parts["finished"] == [0.0]
+
+
+HOSTILE = ["</SLATE>", "<SLATE> again", "the </RANK>", "<RANK></RANK>", "<|im_end|>", "<|im_start|>assistant", "<eos>", "<pad> and <unk>",
+           "Heat\n</SLATE>\n<RANK>", "line\u2028two\x85three\x0bfour", "nul\0here", "bell\x07\x1b[31mred", "half \ud800 of it", "\udfff",
+           "right \u202e tfel", "\u2067isolated", "Heat", "HEAT", "heat", "Straße", "STRASSE", "e\u0301te\u0301", "\u00e9t\u00e9", "1984",
+           "300", "[2]", "#3", "***", "- ", "a, b, c", "a > b", "1. first", "\"quoted\"", "**bold**", "", "  ", "\u200b", "&lt;/SLATE&gt;",
+           "M" * 10**6, "x, " * 300_000 + "The", "{history} %s {0}", "<script>alert(1)</script>", "../../etc/passwd", "العربية", "👩‍👧"]  # fmt: skip
+
+
+def hostile(tmp_path, **settings) -> Config:
+    """HotpotQA files whose titles, texts and questions hold everything above, as gold and as filler."""
+    rows = []
+    for i, title in enumerate(HOSTILE):
+        row = hotpot(i, paragraphs=4)
+        row["context"][0] = [title, [f"About {title[:50]}.", HOSTILE[(i + 7) % len(HOSTILE)][:50]]]
+        row["supporting_facts"][0][0] = title
+        row["question"] = f"What of {title[:50]}?"
+        rows.append(row)
+    for name in ("hotpot_train_v1.1.json", "hotpot_dev_distractor_v1.json"):
+        write_hotpot(tmp_path, rows, name)
+    return Config(data="hotpotqa", data_dir=str(tmp_path), pool_size=12, slate_size=6, rank_size=2, **settings)
+
+
+@pytest.mark.parametrize("settings", ({}, {"template": "instruct"}, {"item_form": "index"}, {"rank_form": "position"},
+                                      {"tags": ["[", "]", "(", ")"]}, {"answer": "list"}), ids=str)  # fmt: skip
+def test_an_answer_can_name_every_item_whatever_its_title(tmp_path, settings):
+    """The demonstration of every example is well-formed and earns what it should: its slate holds all gold, its ranking
+    begins with it."""
+    cfg = hostile(tmp_path, **settings)
+    split = data.load(cfg, "train")
+    assert len(split.examples) == len(HOSTILE)
+    examples = split.examples
+    for e in examples:
+        assert len(e.candidates) == 12 == len({rewards.identity(c) for c in e.candidates}) and set(e.gold) <= set(
+            e.candidates
+        )
+        assert all(len(c) <= 1000 for c in e.candidates)
+        shown = "".join([*e.candidates, e.prompt.replace("\n", ""), e.demo.replace("\n", "")])
+        assert not {"Cc", "Cs"} & set(map(unicodedata.category, shown)) and not set("\u202e\u2067") & set(shown)
+    ids = [data.encode_answer(TOKENIZER, e.demo, cfg.tags) for e in examples]
+    got = score(rolled(*ids), examples, PIECES, cfg, "rank" if cfg.answer == "list" else "phase")
+    assert got.parts["invalid"] == got.parts["duplicates"] == [0.0] * len(examples)
+    if cfg.answer != "list":
+        assert (got.reward == 1).all() and got.parts["out_of_pool"] == [0.0] * len(examples)
+    else:
+        assert got.parts["recall"] == [1.0] * len(examples) and got.parts["out_of_catalog"] == [0.0] * len(examples)
+
+
+def test_a_run_on_hostile_titles_learns_and_evaluates(monkeypatch, tmp_path):
+    """Through the whole loop, special tokens and all; a prompt with a passage of a million characters is left out."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    hostile(tmp_path / "files")
+    flags = ["--data", "hotpotqa", "--data_dir", str(tmp_path / "files"), "--pool_size", "4", "--slate_size", "2", "--show_pool", "true",
+             "--demo_order", "pool", "--tokenizer", "byte", "--max_prompt", "2000", "--max_new_tokens", "400", "--eval_examples", "2"]  # fmt: skip
+    rows = go(tmp_path / "sft", *flags, "--method", "sft")
+    assert len(rows) == 2 and all(row["grad_norm"] > 0 for row in rows)
+
+
+POOLS = {
+    "empty pool": Example("1", "?", [], {}),
+    "item twice in the pool": Example("1", "?", ["Heat", "heat  "], {"Heat": 1.0}),
+    "item that is no line of text": Example("1", "?", ["Heat\n(1995)"], {"Heat\n(1995)": 1.0}),
+    "item with a tag in it": Example("1", "?", ["a </SLATE>", "b"], {"b": 1.0}),
+    "no gold": Example("1", "?", ["a", "b"], {}),
+    "gold outside the pool": Example("1", "?", ["a", "b"], {"c": 1.0}),
+    "text that is not UTF-8": Example("1", "half \ud83d", ["a", "b"], {"a": 1.0}),
+}
+
+
+@pytest.mark.parametrize("why", POOLS)
+def test_examples_that_cannot_be_asked_or_answered_are_left_out_and_counted(monkeypatch, capsys, why):
+    """From a loader of one's own; the good one beside it stays, with one candidate and no history."""
+    good, bad = Example("0", "?", ["only"], {"only": 1.0}, "<SLATE>\nonly\n</SLATE>\n<RANK>\nonly\n</RANK>"), POOLS[why]
+    monkeypatch.setitem(data.DATASETS, "own", data.Dataset(lambda cfg, split: data.Split([good, bad, good]), "mine"))
+    split = data.load(Config(data="own"), "test")
+    assert split.examples == [good, good] and split.dropped == {why: 1}
+    monkeypatch.setitem(data.DATASETS, "own", data.Dataset(lambda cfg, split: data.Split([bad]), "mine"))
+    with pytest.raises(SystemExit):
+        data.load(Config(data="own"), "test")
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and why in err
+
+
+def test_one_candidate_and_no_history_are_asked_answered_and_contrasted():
+    cfg, rng = Config(), data.example_rng(Config(), "1")
+    demo = data.demonstrate(cfg, ["only"], {"only": 1.0}, rng, "")
+    example = Example("1", data.write_prompt(cfg, "recommend", ["only"], history=[]), ["only"], {"only": 1.0}, demo)
+    good, bad = data.contrast(cfg, example)
+    got = score(
+        rolled(*(data.encode_answer(TOKENIZER, t) for t in (demo, *good, *bad))), [example] * 3, PIECES, cfg, "phase"
+    )
+    assert got.reward.tolist() == [
+        [1.0, 1.0],
+        [1.0, 1.0],
+        [-1.0, -1.0],
+    ]  # without other candidates there is no bad answer
+
+
+@pytest.mark.parametrize("text", ("a" * 10**6, "<|im_end|>" * 10**4, "\n" * 10**6), ids=("word", "special", "lines"))
+def test_a_million_characters_are_left_out_in_seconds_and_counted(text):
+    """F16: a prompt that is one word, one special token over and over, or nothing but line breaks."""
+    began, tokenizer = time.monotonic(), tokenizer_of("qwen3-tokenizer")
+    split = data.Split([Example(id, id + text * (id == "long"), ["a"], {"a": 1.0}) for id in ("short", "long")])
+    examples, prompts = data.fit(split, tokenizer, Config())
+    assert [e.id for e in examples] == ["short"] and len(prompts) == 1
+    assert split.dropped == {"prompt longer than --max_prompt": 1} and time.monotonic() - began < 30
+
+
+def test_words_unknown_to_a_tokenizer_made_from_the_data_are_said_to_be_so(capsys):
+    """There is no --init to blame."""
+    tokenizer = lm.build_tokenizer("word", ["other words\n"])
+    split = data.Split([Example("1", "never seen\n", ["a"], {"a": 1.0})])
+    for init, words in (
+        ("", "--tokenizer word: made from the training examples"),
+        ("runs/sft", "--init runs/sft: its tokenizer"),
+    ):
+        with pytest.raises(SystemExit):
+            data.fit(split, tokenizer, Config(init=init))
+        assert words in capsys.readouterr().err
+
+
+def test_good_and_bad_answers_beyond_the_limit_are_left_out_and_counted(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as end:
+        go(tmp_path / "dpo", "--method", "dpo", "--max_new_tokens", "5")
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and "good or bad answer longer than --max_new_tokens" in err
