@@ -50,6 +50,8 @@ class Config:
     """Seed of weights, data order and samples. Sample (step, prompt, i) does not depend on batch size or ranks."""
     rank_timeout: int = 1800
     """Seconds that a rank waits for the others before the job ends: more than a rank's rollout may last longer than another's."""
+    deterministic: bool = False
+    """train.py: deterministic GPU kernels, slower; docs/scale.md says what stays different. On the CPU results repeat anyway."""
     plan: bool = False
     """Print memory, communication and time of a step, computed from the settings, and leave: nothing is trained, loaded or
     written (plan.py)."""

@@ -278,12 +278,13 @@ def micro_batch(s: Shape, cfg: Config, ranks: int, path: Path, units: int) -> fl
 
 
 def peaks(s: Shape, cfg: Config, ranks: int, path: Path) -> dict[str, float]:
-    """Bytes per rank at the highest point of rollout, update and AdamW's step (whose square roots take 4 bytes per
-    parameter)."""
+    """Bytes per rank at the highest point of the start (every rank loads every model whole, in fp32, before any is sharded),
+    of rollout, update and AdamW's step (whose square roots take 4 bytes per parameter)."""
     always, grads = sum(state(s, cfg, ranks).values()), gradients(s, cfg, ranks)
     in_rollout, in_update = gathered(s, cfg, ranks)
-    rows = in_flight(cfg, ranks)
+    rows, has = in_flight(cfg, ranks), passes(cfg)
     return {
+        "start": 4 * s.params * (1 + has["reference"] + has["critic"]),
         "rollout": always + in_rollout + sum(rollout(s, cfg, ranks, rows).values()) if rows else 0.0,
         "update": always + grads + in_update + micro_batch(s, cfg, ranks, path, path.micro(cfg, ranks)[1]),
         "AdamW step": always + grads + 4 * s.params / ranks,

@@ -63,6 +63,8 @@ WATCH = ("reward", "slate_recall", "rank_ndcg", "invalid", "loss", "entropy", "g
 
 def main(cfg: Config) -> dict[str, float]:
     """Run the experiment; returns the last evaluation on the valid split."""
+    if cfg.deterministic:
+        repeatable()
     rank, world, device = launch(cfg.rank_timeout)
     cfg = continued(cfg)
     method, run = resolve(cfg), Run(cfg, rank)
@@ -573,6 +575,13 @@ def launch(wait=1800.0) -> tuple[int, int, torch.device]:
     if world > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=wait))
     return rank, world, torch.device("cuda", local) if cuda else torch.device("cpu")
+
+
+def repeatable() -> None:
+    """Deterministic GPU kernels where there are some; torch warns of an operation without one (docs/scale.md)."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matrix product
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # read by transformers
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 @record  # for torchrun's report of the rank that failed first

@@ -270,3 +270,48 @@ def test_the_tiny_model_needs_no_init(capsys):
     """The vocabulary comes from the data, as in training."""
     plan.show(parse(["--plan", "--method", "sft", "--world_examples", "50"]), 1)
     assert "the tiny model (qwen3)" in capsys.readouterr().out
+
+
+def test_page_shows_what_the_command_prints(monkeypatch):
+    """docs/scale.md: the printed plan, and the row of every size and number of ranks."""
+    monkeypatch.chdir(ROOT)
+    page = open(os.path.join(ROOT, "docs", "scale.md"), encoding="utf-8").read()
+    command, shown = page.split("\n$ python train.py ")[1].split("\n", 1)
+    for name in PUBLISHED:
+        cfg = parse([*command.split(), "--init", f"tests/fixtures/qwen3-{name}"])
+        printed = plan.report(cfg) if name == "4b" else None
+        assert printed is None or shown.startswith(printed + "\n```")
+        s, path = (
+            plan.shape_of(AutoConfig.from_pretrained(os.path.join(FIXTURES, f"qwen3-{name}"))),
+            plan.Path(checkpointing=True),
+        )
+        for w in cfg.plan_ranks:
+            top = plan.peaks(s, cfg, w, path)
+            held = sum(plan.state(s, cfg, w).values()) + plan.gradients(s, cfg, w)
+            seconds = plan.step_seconds(plan.seconds(s, cfg, w, path, plan.Machine()))
+            kv, micro = plan.largest(s, cfg, w, path, 80e9)
+            cells = [name.upper(), w, plan.gb(held), plan.gb(top["rollout"]), plan.gb(top["update"]), f"{kv:,}", f"{micro:,}",
+                     plan.gb(sum(plan.received(s, cfg, w, path).values())), f"{seconds:.1f}",
+                     plan.limit(s, cfg, w, path, 80e9, plan.Machine())]  # fmt: skip
+            assert f"| {' | '.join(map(str, cells))} |" in page
+
+
+def test_deterministic_sets_the_switches_before_anything_is_loaded(monkeypatch):
+    import train
+
+    def stop(*_):
+        raise InterruptedError
+
+    monkeypatch.setattr(train, "launch", stop)
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for flag, on in (("false", False), ("true", True)):
+        with pytest.raises(InterruptedError):
+            train.main(parse(["--deterministic", flag]))
+        assert torch.are_deterministic_algorithms_enabled() == on
+        assert (os.environ.get("CUBLAS_WORKSPACE_CONFIG"), os.environ.get("FLASH_ATTENTION_DETERMINISTIC")) == (
+            (":4096:8", "1") if on else (None, None)
+        )
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
