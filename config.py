@@ -42,8 +42,8 @@ class Config:
     """Folder for log.jsonl, samples.jsonl, config.yaml and checkpoints/. It must not hold another run. METHOD: the method's
     name."""
     init: str = ""
-    """Start weights: a run folder (its best checkpoint, or the last), a Hugging Face folder or hub name, or a .gguf
-    file. Empty: a tiny Qwen3 built from scratch, with a tokenizer made from the data."""
+    """Start weights: a run folder (its best checkpoint, or the last), a Hugging Face folder or hub name (owner/name, or
+    owner/name@commit to pin it), or a .gguf file. Empty: a tiny Qwen3 built from scratch, with a tokenizer made from the data."""
     resume: bool = False
     """Continue the run in run_dir from its last checkpoint."""
     seed: int = 0

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from config import LISTS, Config, answer_of, fail
+from config import LISTS, Config, answer_of, fail, printable
 
 
 @dataclass
@@ -1076,15 +1076,19 @@ def main(argv: list[str]) -> None:
         # passages are cut to a line each; the line with the tags is the instruction, which is not
         words = [w if len(w) <= 160 or cfg.tags[0] in w else f"{w[:140]}... (+{len(w) - 140} characters)"
                  for w in e.prompt.split("\n")]  # fmt: skip
-        print("\n".join([f"\n--- {e.id}, prompt of {len(ids)} tokens", *words]))
-        print("tokens:", " ".join(repr(tokenizer.decode([i])) for i in ids[:60]), "..." if len(ids) > 60 else "")
+        tokens = " ".join(repr(tokenizer.decode([i])) for i in ids[:60])
+        out = [
+            "",
+            f"--- {e.id}, prompt of {len(ids)} tokens",
+            *words,
+            f"tokens: {tokens} {'...' if len(ids) > 60 else ''}",
+        ]
         if not cfg.show_pool or cfg.data in LISTS:
-            print(f"catalog: {len(e.candidates)} titles, such as", " | ".join(e.candidates[:10]))
-        print("gold:", ", ".join(f"{item} ({utility:g})" for item, utility in e.gold.items()))
-        for i, named in enumerate(e.responders, 1):
-            print(f"responder {i}:", ", ".join(named))
-        if e.demo:
-            print(f"demonstration:\n{e.demo}")
+            out.append(f"catalog: {len(e.candidates)} titles, such as {' | '.join(e.candidates[:10])}")
+        out.append("gold: " + ", ".join(f"{item} ({utility:g})" for item, utility in e.gold.items()))
+        out += [f"responder {i}: {', '.join(named)}" for i, named in enumerate(e.responders, 1)]
+        out += ["demonstration:", *e.demo.split("\n")] if e.demo else []
+        print("\n".join(map(printable, out)))
 
 
 if __name__ == "__main__":

@@ -73,6 +73,13 @@ def load_tokenizer(cfg: Config, examples=(), catalog=()):
         fail(f"--init {cfg.init}: it has no tokenizer files")
     if tokenizer.eos_token_id is None:
         fail(f"--init {cfg.init}: its tokenizer has no end token (eos_token), so no completion could end")
+    if tokenizer.chat_template:  # a program that came with the model: transformers runs it in a sandbox
+        try:
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as e:
+            fail(f"--init {cfg.init}: its chat template fails: {type(e).__name__} {e}")
     return tokenizer
 
 
@@ -81,6 +88,8 @@ def from_hub(auto, cfg: Config, **kwargs):
     path = checkpoint_of(cfg.init)
     if not os.path.exists(path) and (path.startswith(("runs/", "/", ".")) or path.count("/") > 1):
         fail(f"--init {cfg.init}: cannot load it: there is no such folder (a hub name has at most one slash)")
+    if not os.path.exists(path) and "@" in path:
+        path, kwargs["revision"] = path.split("@", 1)
     if path.endswith(".gguf"):  # needs the packages gguf and accelerate
         path, kwargs["gguf_file"] = os.path.split(path)
     try:
@@ -158,10 +167,15 @@ def build(cfg: Config, tokenizer) -> nn.Module:
 
 def load(cfg: Config, tokenizer, device: torch.device) -> nn.Module:
     """The model of --init, or a tiny one: fp32 master weights, no dropout, on the device."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     if cfg.init:
-        model = from_hub(AutoModelForCausalLM, cfg, dtype=torch.float32)
+        safe = None if cfg.init.endswith(".gguf") else True  # the older .bin files are pickles
+        config = from_hub(AutoConfig, cfg)
+        config._attn_implementation = (
+            "eager"  # until --attention is set: the file may name a kernel of the hub to fetch
+        )
+        model = from_hub(AutoModelForCausalLM, cfg, config=config, dtype=torch.float32, use_safetensors=safe)
         if (
             getattr(model, "hf_quantizer", None) is not None
         ):  # .gguf: the weights are plain fp32 now, so let them be saved
@@ -346,7 +360,7 @@ def load_weights(model: nn.Module, folder: str) -> None:
     """The weights of a Hugging Face folder into a model of the same kind, sharded or not."""
     from transformers import AutoModelForCausalLM
 
-    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
     load_state(model, {k: v for k, v in whole.state_dict().items()})
 
 

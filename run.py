@@ -36,7 +36,20 @@ def write(path: str, text: str) -> None:
 
 def lines_of(rows: list[dict]) -> str:
     """Rows -> JSON lines."""
-    return "".join(json.dumps(r) + "\n" for r in rows)
+    return "".join(to_json(r) + "\n" for r in rows)
+
+
+def to_json(value, **how) -> str:
+    """JSON that strict readers take: NaN and infinities, which it does not have, become null."""
+
+    def known(x):
+        if isinstance(x, dict):
+            return {k: known(v) for k, v in x.items()}
+        if isinstance(x, list | tuple):
+            return [known(v) for v in x]
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    return json.dumps(known(value), allow_nan=False, **how)
 
 
 class Run:
@@ -190,8 +203,11 @@ class Run:
             self.link_best(step)
         best = os.path.realpath(os.path.join(self.folder, "best"))
         for old in self.steps()[: -self.cfg.keep]:
-            if os.path.join(os.path.realpath(self.folder), old) != best:
-                shutil.rmtree(os.path.join(self.folder, old))
+            path = os.path.join(self.folder, old)
+            if os.path.realpath(path) != best and not os.path.islink(
+                path
+            ):  # what a link points at is not ours to delete
+                shutil.rmtree(path)
 
     def restore(self, policy, reference, best: bool) -> None:
         """Put weights back that lie nearer to the reference (kl_fuse): of the best checkpoint, or of the start where there is
