@@ -303,7 +303,8 @@ class Critic(nn.Module):
 
     def forward(self, keep: int, **inputs) -> Tensor:
         """Values (B,keep) of the last keep positions."""
-        return self.head(self.body(**inputs).last_hidden_state[:, -keep:].float()).squeeze(-1)
+        values = self.head(self.body(**inputs).last_hidden_state[:, -keep:].float())
+        return values.squeeze(-1).clone()  # FSDP hooks into what a module returns: not into a view
 
 
 def completion_values(
