@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
 import data
@@ -589,7 +590,11 @@ def launch(wait=1800.0) -> tuple[int, int, torch.device]:
     if cuda:
         torch.cuda.set_device(local)
     if world > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=wait))
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=wait)))
+        # restarted workers meet in torchrun's old store: the addresses of the dead are still in it
+        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world,
+                                timeout=timedelta(seconds=wait))  # fmt: skip
     return rank, world, torch.device("cuda", local) if cuda else torch.device("cpu")
 
 

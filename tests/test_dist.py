@@ -1,7 +1,7 @@
 """train.py on two processes (gloo, FSDP2) against one: the number of ranks must not be visible in the result.
 
 The same runs are made once in this process and once under torchrun, which executes this file; every test below looks at
-one aspect of the two sets. Left out: NCCL, mixed precision under FSDP2, more than one machine.
+one aspect of the two sets. Single steps, faults and restarts: test_ranks.py. Left out: NCCL, more than one machine.
 """
 
 import os
@@ -24,11 +24,11 @@ from config import parse
 
 RUNS = {  # tied embeddings start from the taught model, untied ones from scratch with demonstrations of unequal length
     "fgrpo": "--method fgrpo --lr 1e-4 --steps 2 --mu 2 --beta 0.1 --old_logp recompute --eval_every 1 --save_every 1 "
-    "--keep 9 --eval_examples 5 --micro_tokens 70 --grad_clip 0.05 --init SFT",
+    "--keep 9 --eval_examples 5 --micro_tokens 70 --grad_clip 0.05 --log_samples 6 --init SFT",
     "sft": "--method sft --lr 1e-4 --steps 2 --tie false --tokenizer byte --max_prompt 160 --max_new_tokens 160 "
     "--layers 2 --micro_tokens 300 --batch_size 6 --eval_examples 3",
 }
-TIMEOUT = 100  # seconds for everything under torchrun: a hang is the usual failure
+TIMEOUT = 200  # seconds for everything under torchrun: a hang is the usual failure
 
 
 def record(folder, sft: str, rank: int, ranks: int) -> dict[str, dict]:
@@ -176,10 +176,13 @@ def test_two_ranks_draw_the_samples_of_one(both):
 @pytest.mark.parametrize("name", RUNS)
 def test_two_ranks_learn_what_one_learns(name, both):
     """Losses are divided by counts over all ranks (F29), and the gradient norm is that of the whole gradient (F44),
-    also where it is clipped: same logged numbers, same weights, for tied and untied embeddings."""
+    also where it is clipped: same logged numbers, same weights, for tied and untied embeddings; and samples.jsonl holds the
+    first samples of the whole step, whichever rank drew them."""
     one, two, _, _, _ = both
     ours, theirs = lines(os.path.join(one, name)), lines(os.path.join(two, name))
     assert [row["step"] for row in theirs] == [1, 2]
+    shown = [lines(os.path.join(run, name), "samples.jsonl") for run in (one, two)]
+    assert shown[0] == shown[1] and len(shown[0]) == 2 * 6 * (name == "fgrpo")
     for a, b in zip(ours, theirs):
         assert a.pop("wasted") >= 0 and b.pop("wasted") >= 0  # how many decoded rows were idle depends on the batch
         assert b == pytest.approx(a, abs=1e-5, rel=1e-5)

@@ -436,7 +436,8 @@ def test_the_whole_run_says_nothing_but_its_first_line(ran):
 @pytest.mark.parametrize("name", ["restarted", "begun again"])
 def test_restarted_workers_go_on_by_themselves(ran, name):
     """torchrun --max-restarts runs the same command, without --resume: from the last checkpoint, or from the start where
-    there is none; each step is logged once, and the end is that of the run that nothing befell, bit for bit."""
+    there is none; each step is logged once, and the end is that of the run that nothing befell, bit for bit. Under torchrun
+    itself the dead leave their addresses behind, on which the restarted once waited in vain."""
     folder, _, _, _ = ran
     error = open(os.path.join(folder, f"{name}.err")).read()
     run, whole = os.path.join(folder, name), os.path.join(folder, "whole")
