@@ -4,6 +4,7 @@ The same runs are made once in this process and once under torchrun, which execu
 one aspect of the two sets. Single steps, faults and restarts: test_ranks.py. Left out: NCCL, more than one machine.
 """
 
+import math
 import os
 import shutil
 import signal
@@ -120,6 +121,18 @@ def under_torchrun(folder: str, one: str, sft: str) -> None:
 
     data.order = interrupted
     go(os.path.join(folder, "interrupted"), "--method sft --steps 50 --lr 0 --eval_every 1 --eval_examples 2")
+    data.order, logp, step = order, model.completion_logp, [0]
+
+    def broken(*args, **kwargs):
+        out, h = logp(*args, **kwargs)
+        return (out * math.nan if rank == 1 and out.requires_grad and step[0] in (1, 3, 4) else out), h
+
+    data.order = lambda *args: step.__setitem__(0, args[2]) or order(*args)
+    model.completion_logp = broken
+    try:
+        go(os.path.join(folder, "bad"), "--method sft --steps 9 --save_every 1 --max_bad_steps 2")
+    except SystemExit as stop:
+        seen["bad"] = stop.code
     torch.save(seen, os.path.join(folder, f"rank{rank}.pt"))
     dist.destroy_process_group()
 
@@ -263,6 +276,16 @@ def test_a_signal_to_one_rank_stops_all(both):
     run = os.path.join(two, "interrupted")
     assert [row["step"] for row in lines(run)] == [1, 2, 3]
     assert sorted(os.listdir(os.path.join(run, "checkpoints"))) == ["best", "step-000001", "step-000003"]
+
+
+def test_numbers_of_one_rank_that_are_not_finite_stop_all(both):
+    """Rank 1 alone saw NaN, in steps 2, 4 and 5: both ranks skipped those, and both gave up after two in a row."""
+    _, two, _, ranks, _ = both
+    assert [r["bad"] for r in ranks] == [2, 2]
+    run = os.path.join(two, "bad")
+    assert [(row["bad"], row["skipped"]) for row in lines(run)] == [(0, 0), (1, 1), (0, 0), (1, 1), (1, 1)]
+    assert sorted(os.listdir(os.path.join(run, "bad"))) == [f"step-{i:06d}.pt" for i in (2, 4, 5)]
+    assert "step-000003" in os.listdir(os.path.join(run, "checkpoints"))
 
 
 def test_a_run_folder_that_holds_a_run_is_refused_by_every_rank(both):
