@@ -64,7 +64,7 @@ FOUR = [
 ]
 RUN = "--method fgrpo --init SFT --steps 5 --lr 1e-3 --mu 2 --beta 0.1 --eval_examples 2 --log_samples 6"
 FUSE = "--method fgrpo --init SFT --steps 8 --lr 1e-2 --beta 0.1 --kl_fuse 1e-9 --eval_every 1 --eval_examples 4"
-TIMEOUT = 240  # seconds for all worlds: a hang is the usual failure
+TIMEOUT = 400  # seconds for all worlds: a hang is the usual failure
 
 
 # ---------------------------------------------------------------------------------------------------------------------
