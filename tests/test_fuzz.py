@@ -672,3 +672,21 @@ def test_fuzzed_data_files_keep_their_counts_or_are_refused_in_one_line(layout, 
                 ), line
         (tmp_path / file).write_bytes(f.files[file])
     assert sum(loads for _, loads in counts.values()) > 5, counts
+
+
+@pytest.mark.parametrize("text", [t for t in NO_NUMBER if t != "1.25"] + ["1.0"])
+def test_a_number_of_a_table_is_written_in_digits(text):
+    """What Python's int() takes beyond that (1_0, blanks, other scripts) is damage in a published file."""
+    for kind in (data.whole, data.ident, data.part_of_date):
+        with pytest.raises(ValueError):
+            kind(text)
+    assert (data.whole("-12"), data.ident("007"), data.STARS["3.5"]) == (-12, 7, 3.5)
+
+
+@pytest.mark.parametrize(
+    "pack", [gzip.compress, lambda raw: b"PK\x03\x04" + raw, lambda raw: b"BZh9" + raw, lambda raw: b"\xfd7zXZ\0" + raw]
+)
+def test_a_packed_file_says_so(pack, tmp_path):
+    for name, raw in FORMATS["csv"].files.items():
+        (tmp_path / name).write_bytes(pack(raw))
+    assert "movies.csv: is a packed file: unpack it" in outcome(lambda: load("movielens", tmp_path))[1]
