@@ -30,7 +30,9 @@ import model as lm
 from config import Config, dump, fail, parse
 
 FORMAT = 1  # of trainer.pt: to be raised with any change that older code would misread
-KEYS = {"optimizer", "step", "rng", "best", "best_step", "critic", "memory", "format", "files", "data"}  # of trainer.pt
+KEYS = {"format": int, "step": int, "data": str, "files": dict, "optimizer": dict, "critic": dict | None, "memory": dict,
+        "rng": torch.Tensor, "best": float | None, "best_step": int | None}  # of trainer.pt, and their types  # fmt: skip
+SINCE_1 = {"format", "files", "data", "best_step"}  # what trainer.pt of format 0 lacks
 ASIDE = 5  # batches kept in bad/
 ON = "make room, then go on from the last checkpoint with --resume"
 
@@ -117,8 +119,7 @@ class Run:
 
     def steps(self) -> list[str]:
         """Names of the checkpoints, oldest first."""
-        names = os.listdir(self.folder) if os.path.isdir(self.folder) else []
-        return sorted(n for n in names if n.startswith("step-") and n[5:].isdigit())
+        return lm.checkpoints(self.folder)
 
     def latest(self) -> str:
         """Folder of the last checkpoint. Empty: the run was killed before its first one, so it starts at step 0."""
@@ -165,15 +166,15 @@ class Run:
         if state.get("format", 0) > FORMAT:
             fail(f"--resume: {self.checkpoint} was written by a newer version of this code (format {state['format']}, here "
                  f"{FORMAT}); go on with that version")  # fmt: skip
-        needed = KEYS if state.get("format") else KEYS - {"format", "files", "data", "best_step"}
-        if wrong := (needed - state.keys()) or (state.keys() - KEYS):
-            self.damaged(
-                "trainer.pt", f"key {min(map(str, wrong))} is {'missing' if needed - state.keys() else 'unknown'}"
-            )
+        missing = KEYS.keys() - state.keys() - (set() if state.get("format") else SINCE_1)
+        if wrong := missing or state.keys() - KEYS.keys():
+            self.damaged("trainer.pt", f"key {min(map(str, wrong))} is {'missing' if missing else 'unknown'}")
+        if wrong := next((k for k, value in state.items() if not isinstance(value, KEYS[k])), ""):
+            self.damaged("trainer.pt", f"key {wrong} is of type {type(state[wrong]).__name__}")
         if state["step"] != int(os.path.basename(self.checkpoint)[5:]):
             self.damaged("trainer.pt", f"it is of step {state['step']}")
-        for name, size in (state.get("files") or {}).items():
-            path = os.path.join(self.checkpoint, name)
+        for name, size in state.get("files", {}).items():
+            path = os.path.join(self.checkpoint, str(name))
             if not os.path.isfile(path) or os.path.getsize(path) != size:
                 self.damaged(name, f"{os.path.getsize(path)} bytes, not {size}" if os.path.isfile(path) else "missing")
         for name in sorted(os.listdir(self.checkpoint)):
@@ -292,7 +293,8 @@ class Run:
                 with contextlib.suppress(OSError):
                     os.remove(path + ".tmp")
                 raise
-            for old in sorted(os.listdir(folder))[:-ASIDE]:
+            ours = sorted(n for n in os.listdir(folder) if n.startswith("step-") and n.endswith(".pt"))
+            for old in ours[:-ASIDE]:
                 os.remove(os.path.join(folder, old))
 
     def give_up(self, step: int, bad: int):
@@ -414,11 +416,12 @@ def read_lines(path: str) -> list[str]:
 
 
 def step_of(line: str) -> int | None:
-    """The step of a log line; None for a damaged one (a crash may leave half a line)."""
+    """The step of a log line; None for a damaged one (a crash may leave half a line, an editor anything)."""
     try:
-        return json.loads(line)["step"] if line.endswith("\n") else None
-    except (ValueError, KeyError, TypeError):
+        step = json.loads(line)["step"] if line.endswith("\n") else None
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
+    return step if isinstance(step, int) else None
 
 
 def fingerprint(examples: list, prompts: list[list[int]], demos: list[list[int]]) -> str:

@@ -323,6 +323,10 @@ DAMAGE = {
     "unknown key": (edit(lambda s: s.update(extra=1)), "extra"),
     "missing key": (edit(lambda s: s.pop("optimizer")), "optimizer"),
     "another step": (edit(lambda s: s.update(step=2)), "step 2"),
+    "step no integer": (edit(lambda s: s.update(step=3.0)), "key step is of type float"),
+    "files no dict": (edit(lambda s: s.update(files=[1])), "key files is of type list"),
+    "file no name": (edit(lambda s: s.update(files={3: 4})), "3: missing"),
+    "best no number": (edit(lambda s: s.update(best="x")), "key best is of type str"),
     "shape of a moment": (edit(lambda s: s["optimizer"]["state"][0].update(exp_avg=torch.ones(3, 3))), "exp_avg"),
     "moment gone": (edit(lambda s: s["optimizer"]["state"][0].pop("exp_avg_sq")), "exp_avg_sq"),
     "moment no tensor": (edit(lambda s: s["optimizer"]["state"][0].update(exp_avg=1.0)), "trainer.pt"),
@@ -508,6 +512,30 @@ def test_several_bad_steps_in_a_row_stop_the_run_and_the_good_checkpoint_stays(s
     monkeypatch.undo()
     resume(run, "--steps 5")  # from step 3, the last good one
     assert [row["bad"] for row in lines(run)] == [0, 1, 0, 0, 0]
+
+
+def test_the_last_bad_batches_stay_and_so_does_what_somebody_put_beside_them(tmp_path):
+    (tmp_path / "bad" / "analysis").mkdir(parents=True)
+    (tmp_path / "bad" / "notes.txt").write_text("kept")
+    folder = run_folder.Run(parse(["--run_dir", str(tmp_path)]), 0)
+    for step in range(1, 9):
+        folder.set_aside(step, {})
+    kept = [f"step-{step:06d}.pt" for step in range(4, 9)]
+    assert sorted(os.listdir(tmp_path / "bad")) == ["analysis", "notes.txt", *kept]
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
+    """Also beyond six digits, where that of their names is another."""
+    for name in ("step-1000000", "step-999999", "step-", "step-²", "step-000002", ".step-000003", "best"):
+        (tmp_path / name).mkdir()
+    assert train.lm.checkpoints(str(tmp_path)) == ["step-000002", "step-999999", "step-1000000"]
+
+
+@pytest.mark.parametrize(
+    "line", ['{"step": 4, "lo', '{"step": "x"}\n', '{"step": NaN}\n', "[1]\n", "7\n", "[" * 100_000 + "\n", "\0\n"]
+)
+def test_a_damaged_line_of_a_log_has_no_step(line):
+    assert run_folder.step_of(line) is None and run_folder.step_of('{"step": 4}\n') == 4
 
 
 def test_weights_that_are_not_finite_are_never_saved_over_good_ones(tmp_path, capsys, monkeypatch):
