@@ -800,9 +800,9 @@ def parse(argv: list[str] | None = None, world_size: int = 1, training: bool = T
         path = os.path.join(first.run_dir, "config.yaml")
         if not os.path.exists(path):
             fail(f"--resume: {first.run_dir} holds no run (no config.yaml); give --run_dir of the run to continue")
-    own = os.path.join(first.init, "config.yaml")
-    if not path and not training and first.init and os.path.isfile(own):
-        path = own
+    beside = os.path.join(first.init, "config.yaml")
+    if not path and not training and first.init and os.path.isfile(beside):
+        path = beside
     if path:
         own = read_config(path)
         row = METHODS.get(first.method if given("method", argv) else own.get("method", Config.method))

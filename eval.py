@@ -229,9 +229,10 @@ def evaluate(policy: Policy, examples: list, prompts: list[list[int]], cfg: Conf
     """One completion per example -> a row per example, in their order. Examples are shared over ranks (F47), which all make
     the same number of rollouts: each gathers the weights."""
     listed = answer_of(cfg) == "list"
-    people, columns = people_per_request(examples), ["invalid", "duplicates", "out_of_pool", "length", "finished"]
+    people, columns = people_per_request(examples), ["invalid", "duplicates", "out_of_pool"]
     if listed:
-        columns = ["invalid", "unparsable", "out_of_catalog", "duplicates", "lines", "length", "finished"]
+        columns = ["invalid", "unparsable", "out_of_catalog", "duplicates", "lines"]
+    columns += ["length", "finished", "reward_errors"]
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     mine, rows = list(range(rank, len(examples), world)), {}
     chunks = [mine[i : i + CHUNK] for i in range(0, -(-len(examples) // world), CHUNK)]

@@ -47,8 +47,8 @@ def build_tokenizer(kind: str, texts):
                                    clean_up_tokenization_spaces=False)  # fmt: skip
 
 
-def checkpoints(folder: str) -> list[str]:
-    """Names step-N in a folder, the oldest first; none where there is no folder."""
+def steps_in(folder: str) -> list[str]:
+    """Names step-N in a folder, in the order of the steps; none where there is no folder."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     return sorted((n for n in names if n.startswith("step-") and n[5:].isdecimal()), key=lambda n: int(n[5:]))
 
@@ -58,7 +58,7 @@ def checkpoint_of(path: str) -> str:
     folder = os.path.join(path, "checkpoints")
     if not os.path.isdir(folder):
         return path
-    steps = checkpoints(folder)
+    steps = steps_in(folder)
     if not steps:
         fail(f"--init {path}: the run has no checkpoint yet")
     best = os.path.join(folder, "best")

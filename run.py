@@ -4,7 +4,7 @@
     RUN_DIR/log.jsonl       a line per optimiser step
     RUN_DIR/samples.jsonl   some decoded rollouts of each step, with their rewards
     RUN_DIR/checkpoints/    step-N: a Hugging Face folder plus trainer.pt and config.yaml; best: a link to the best one
-    RUN_DIR/bad/            step-N.pt: batches whose loss or gradient was not finite, the last few
+    RUN_DIR/bad/            step-N/rank-R.pt: batches whose loss or gradient was not finite, the last few
 
 Left out: anything that knows of losses or rewards; train.py calls it.
 """
@@ -86,18 +86,19 @@ def to_json(value, **how) -> str:
 
 
 class Run:
-    """One run's folder, on every rank; only rank 0 writes.
+    """One run's folder, on every rank; only rank 0 writes, but for what set_aside keeps.
 
     A checkpoint (weights, tokenizer, optimiser, step, RNG, best metric, configuration) is written aside, synced and
     renamed, so a crash leaves the last one whole (F50). Data position: the step, of which the order is a function.
     """
 
     MAY_CHANGE = ("config", "steps", "run_dir", "resume", "report", "data_dir", "init", "micro_tokens", "kv_tokens",
-                  "rank_timeout", "plan", "plan_ranks", "plan_gb", "eval_every", "save_every", "diagnose_every", "keep", "max_bad_steps", "log_samples", "attention", "checkpointing", "split", "against", "ranker",
-                  "baseline", "reward_workers", "reward_timeout", "max_reward_errors")  # fmt: skip
+                  "attention", "checkpointing", "eval_every", "save_every", "diagnose_every", "keep", "log_samples",
+                  "max_bad_steps", "rank_timeout", "reward_workers", "reward_timeout", "max_reward_errors",
+                  "plan", "plan_ranks", "plan_gb", "split", "against", "ranker", "baseline")  # fmt: skip
 
     def __init__(self, cfg: Config, rank: int):
-        self.cfg, self.main, self.checkpoint = cfg, rank == 0, ""
+        self.cfg, self.rank, self.main, self.checkpoint = cfg, rank, rank == 0, ""
         self.best, self.best_step = None, None  # highest best_metric so far, and the step it was measured at
         self.data = ""  # fingerprint of what is trained on
         self.folder = os.path.join(cfg.run_dir, "checkpoints")
@@ -119,7 +120,7 @@ class Run:
 
     def steps(self) -> list[str]:
         """Names of the checkpoints, oldest first."""
-        return lm.checkpoints(self.folder)
+        return lm.steps_in(self.folder)
 
     def latest(self) -> str:
         """Folder of the last checkpoint. Empty: the run was killed before its first one, so it starts at step 0."""
@@ -278,12 +279,11 @@ class Run:
             f.write(lines_of(rows))
 
     def set_aside(self, step: int, batch: dict) -> None:
-        """Keep a batch whose loss or gradient was not finite, for inspection (torch.load); the first rank's share of it."""
-        folder = os.path.join(self.cfg.run_dir, "bad")
-        path = os.path.join(folder, f"step-{step:06d}.pt")
-        self.say(f"step {step}: loss or gradient is not finite; no update was made, the batch is in {path}")
-        if not self.main:
-            return
+        """Keep a batch whose loss or gradient was not finite, for inspection (torch.load): every rank its own share."""
+        bad = os.path.join(self.cfg.run_dir, "bad")
+        folder = os.path.join(bad, f"step-{step:06d}")
+        path = os.path.join(folder, f"rank-{self.rank}.pt")
+        self.say(f"step {step}: loss or gradient is not finite; no update was made, the batch is in {folder}")
         with writing(path, ON):
             os.makedirs(folder, exist_ok=True)
             try:
@@ -293,9 +293,8 @@ class Run:
                 with contextlib.suppress(OSError):
                     os.remove(path + ".tmp")
                 raise
-            ours = sorted(n for n in os.listdir(folder) if n.startswith("step-") and n.endswith(".pt"))
-            for old in ours[:-ASIDE]:
-                os.remove(os.path.join(folder, old))
+            for old in lm.steps_in(bad)[:-ASIDE] if self.main else []:
+                shutil.rmtree(os.path.join(bad, old))
 
     def give_up(self, step: int, bad: int):
         """Leave after too many bad steps in a row; every rank comes here, one speaks."""

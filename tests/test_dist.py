@@ -284,7 +284,8 @@ def test_numbers_of_one_rank_that_are_not_finite_stop_all(both):
     assert [r["bad"] for r in ranks] == [2, 2]
     run = os.path.join(two, "bad")
     assert [(row["bad"], row["skipped"]) for row in lines(run)] == [(0, 0), (1, 1), (0, 0), (1, 1), (1, 1)]
-    assert sorted(os.listdir(os.path.join(run, "bad"))) == [f"step-{i:06d}.pt" for i in (2, 4, 5)]
+    assert sorted(os.listdir(os.path.join(run, "bad"))) == [f"step-{i:06d}" for i in (2, 4, 5)]
+    assert sorted(os.listdir(os.path.join(run, "bad", "step-000002"))) == ["rank-0.pt", "rank-1.pt"]
     assert "step-000003" in os.listdir(os.path.join(run, "checkpoints"))
 
 

@@ -490,8 +490,8 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_set_aside(kind, sft, t
     assert [row["bad"] for row in log] == [0, 1, 0] and [row["skipped"] for row in log] == [0, 1, 0]
     assert "step-000002" not in steps(run) and not equal(weights(run, 1), weights(run, 3))
     assert "step 2: loss or gradient is not finite" in capsys.readouterr().err
-    assert os.listdir(run / "bad") == ["step-000002.pt"]
-    batch = torch.load(run / "bad" / "step-000002.pt", weights_only=True)
+    assert os.listdir(run / "bad") == ["step-000002"]
+    batch = torch.load(run / "bad" / "step-000002" / "rank-0.pt", weights_only=True)
     assert batch["tokens"].shape == batch["mask"].shape == batch["logp"].shape == batch["token_adv"].shape
     assert len(batch["prompt_ids"]) == 4 and len(batch["reward"]) == len(batch["tokens"]) == 16
     state = trainer(run, 3)
@@ -520,7 +520,7 @@ def test_the_last_bad_batches_stay_and_so_does_what_somebody_put_beside_them(tmp
     folder = run_folder.Run(parse(["--run_dir", str(tmp_path)]), 0)
     for step in range(1, 9):
         folder.set_aside(step, {})
-    kept = [f"step-{step:06d}.pt" for step in range(4, 9)]
+    kept = [f"step-{step:06d}" for step in range(4, 9)]
     assert sorted(os.listdir(tmp_path / "bad")) == ["analysis", "notes.txt", *kept]
 
 
@@ -528,7 +528,7 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
     """Also beyond six digits, where that of their names is another."""
     for name in ("step-1000000", "step-999999", "step-", "step-²", "step-000002", ".step-000003", "best"):
         (tmp_path / name).mkdir()
-    assert train.lm.checkpoints(str(tmp_path)) == ["step-000002", "step-999999", "step-1000000"]
+    assert train.lm.steps_in(str(tmp_path)) == ["step-000002", "step-999999", "step-1000000"]
 
 
 @pytest.mark.parametrize(
