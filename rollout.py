@@ -179,6 +179,9 @@ AttentionInterface.register(SHARED, attend)
 def attention(model: nn.Module, name: str):
     """The model with another attention function, then with its own again."""
     own = model.config._attn_implementation
+    if name == own:
+        yield
+        return
     model.set_attn_implementation(name)
     try:
         yield
@@ -379,7 +382,44 @@ def admit(
     return out
 
 
-@torch.no_grad()
+def decode(
+    model: nn.Module, prompt_ids: list[list[int]], samples: int, u: Tensor, ends: Tensor, *, temperature: float, top_p: float,
+    kv_tokens: int, dtype: torch.dtype, shared: bool,
+) -> tuple[Tensor, Tensor, Tensor, int]:  # fmt: skip
+    """The loop: sample, drop rows, admit rows, feed. u (B,T), ends (stop ids) -> tokens (B,T), logp (B,T), lengths (B,), row_steps."""
+    device, limit = u.device, u.shape[1]
+    u = nn.functional.pad(u, (0, 1))  # a row that is done stands one column behind its end, so there is one more
+    tokens, logp = torch.zeros_like(u, dtype=torch.long), torch.zeros_like(u, dtype=torch.float32)
+    lengths, row_steps = torch.zeros(len(u), dtype=torch.long, device=device), 0
+    waiting = [(i, 0, samples) for i in sorted(range(len(prompt_ids)), key=lambda i: -len(prompt_ids[i]))]
+    pool = (Shared if shared else Copied)(model, limit, dtype)
+    name = SHARED if shared else model.config._attn_implementation
+    row, age, alive, logits = lengths[:0], lengths[:0], lengths[:0].bool(), None  # of the rows in the pool
+    # one autocast for all: it casts every weight once, not once per token
+    with torch.inference_mode(), autocast(model, dtype), attention(model, name):
+        while waiting or len(row):
+            if waiting and (shared or not len(row)):
+                new = admit(waiting, prompt_ids, limit, kv_tokens, shared, len(row), pool.lengths)
+                if new:
+                    first = pool.join([prompt_ids[i] for i, _, _ in new], [b - a for _, a, b in new])
+                    more = torch.tensor([i * samples + j for i, a, b in new for j in range(a, b)], device=device)
+                    logits = first if logits is None else torch.cat([logits, first])
+                    row, age = torch.cat([row, more]), torch.cat([age, torch.zeros_like(more)])
+                    alive = torch.cat([alive, torch.ones_like(more, dtype=torch.bool)])
+            token, token_logprob = sample(logits, u[row, age], temperature, top_p)
+            tokens[row, age], logp[row, age] = token * alive, token_logprob.float() * alive
+            row_steps, age = row_steps + len(row), age + alive
+            alive = alive & ~torch.isin(token, ends) & (age < limit)
+            left = int(alive.sum())  # the one wait for the device in a step
+            if left <= 0.9 * len(row) or pool.full:  # dropping rows costs a copy of the cache, so not for every row
+                lengths[row] = age
+                rows = alive.nonzero().squeeze(1)
+                pool.keep(rows)
+                row, age, alive, token = row[rows], age[rows], alive[rows], token[rows]
+            logits = pool.step(token) if left else None
+    return tokens[:, :limit], logp[:, :limit], lengths, row_steps
+
+
 def rollout(
     model: nn.Module, prompt_ids: list[list[int]], samples: int, stop: list[int], *, max_new_tokens: int, temperature=1.0,
     top_p=1.0, keys: list[tuple[int, ...]] | None = None, prefix: list[int] = (), kv_tokens=65536, dtype=torch.float32,
@@ -389,48 +429,19 @@ def rollout(
 
     keys[i]: (seed, step, prompt) of the random stream of prompt i; its samples do not depend on what is decoded beside
     them. prefix: ids forced before the completion; they are context, so they belong to prompt_ids of the result (F18).
-    Finished rows make room for waiting prompts. shared: None, where the model can, else as said.
+    kv_tokens: tokens that the caches may hold. shared: prompts' caches kept once; None: where the model can.
     """
     prompt_ids = [[*p, *prefix] for p in prompt_ids]
-    device, count = next(model.parameters()).device, len(prompt_ids) * samples
+    device = next(model.parameters()).device
     keys = keys or [(0, 0, i) for i in range(len(prompt_ids))]
-    u = uniforms([(*key, j) for key in keys for j in range(samples)], max_new_tokens)
-    u = nn.functional.pad(torch.from_numpy(u).to(device), (0, 1))  # rows that are done stand in one column more
-    tokens = torch.zeros(count, max_new_tokens + 1, dtype=torch.long, device=device)
-    logp = torch.zeros(count, max_new_tokens + 1, device=device)
-    lengths = torch.zeros(count, dtype=torch.long, device=device)
-    ends, row_steps, was_training = torch.tensor(stop, dtype=torch.long, device=device), 0, model.training
+    u = torch.from_numpy(uniforms([(*key, j) for key in keys for j in range(samples)], max_new_tokens)).to(device)
+    ends, was_training = torch.tensor(stop, dtype=torch.long, device=device), model.training
     if shared is None:
         shared = shares(model, max(map(len, prompt_ids)) + max_new_tokens)
-    waiting = [(i, 0, samples) for i in sorted(range(len(prompt_ids)), key=lambda i: -len(prompt_ids[i]))]
-    row, age, alive, logits = lengths[:0], lengths[:0], lengths[:0].bool(), None  # of the rows in the batch
-    pool = (Shared if shared else Copied)(model, max_new_tokens, dtype)
     model.eval()
-    # one autocast for all: it casts every weight once, not once per token
-    with autocast(model, dtype), attention(model, SHARED) if shared else contextlib.nullcontext():
-        while waiting or len(row):
-            if waiting and (shared or not len(row)):
-                new = admit(waiting, prompt_ids, max_new_tokens, kv_tokens, shared, len(row), pool.lengths)
-                if new:
-                    first = pool.join([prompt_ids[i] for i, _, _ in new], [b - a for _, a, b in new])
-                    logits = first if logits is None else torch.cat([logits, first])
-                    row = torch.cat(
-                        [row, torch.tensor([i * samples + j for i, a, b in new for j in range(a, b)], device=device)]
-                    )
-                    age = nn.functional.pad(age, (0, len(row) - len(age)))
-                    alive = nn.functional.pad(alive, (0, len(row) - len(alive)), value=True)
-            token, token_logprob = sample(logits, u[row, age], temperature, top_p)
-            tokens[row, age], logp[row, age] = token * alive, token_logprob.float() * alive
-            age = age + alive
-            alive = alive & ~torch.isin(token, ends) & (age < max_new_tokens)
-            row_steps += len(row)
-            left = int(alive.sum())
-            if left <= 0.9 * len(row) or pool.full:  # dropping rows costs a copy of the cache, so not for every row
-                lengths[row] = age
-                rows = alive.nonzero().squeeze(1)
-                pool.keep(rows)
-                row, age, alive, token = row[rows], age[rows], alive[rows], token[rows]
-            logits = pool.step(token) if left else None
+    tokens, logp, lengths, row_steps = decode(
+        model, prompt_ids, samples, u, ends, temperature=temperature, top_p=top_p, kv_tokens=kv_tokens, dtype=dtype, shared=shared,
+    )  # fmt: skip
     model.train(was_training)
     width = max(1, int(lengths.max()))
     mask = torch.arange(width, device=device) < lengths[:, None]
