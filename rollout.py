@@ -8,6 +8,8 @@ call, so an update cannot leave a stale one (F08).
 """
 
 import contextlib
+import functools
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,6 +102,7 @@ def sample(logits: Tensor, u: Tensor, temperature: float, top_p=1.0) -> tuple[Te
 
 
 SHARED = "shared_prefix"  # name of our attention function in transformers' registry
+BEYOND = {"softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices"}  # what some models ask of theirs
 
 
 class Halves(DynamicLayer):
@@ -153,6 +156,8 @@ def attend(module, query: Tensor, layer: Halves, _, mask, scaling: float, **kwar
     The prompt's keys are multiplied once with the queries of all its rows; query heads of one key-value head are rows of
     that product, so nothing is repeated. One softmax over both halves: the same arithmetic as over one cache.
     """
+    if asked := [k for k in BEYOND & kwargs.keys() if kwargs[k] is not None]:
+        raise NotImplementedError(f"shared prompts: {type(module).__name__} asks for {', '.join(asked)}")
     pool, now = layer.pool, layer.pool.now + 1
     rows, heads, _, size = query.shape
     q = (query * scaling).view(rows * layer.heads, heads // layer.heads, size)
@@ -338,19 +343,24 @@ class Shared(Cache):
 
 def shares(model: nn.Module, length: int) -> bool:
     """Whether rows of this length can attend to shared prompts: the model must take its attention function from transformers'
-    registry and ask of it no more than softmax. A sliding window must not bite; recurrent layers keep no keys."""
+    registry and ask of it no more than softmax; a sliding window must not bite; recurrent layers keep no keys."""
 
     def plain(layer) -> bool:
         window = type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= length
         return window or type(layer) in (DynamicLayer, LinearAttentionLayer)
 
-    config = model.config.get_text_config()
     return (
-        getattr(model, "_supports_attention_backend", False)
-        and getattr(config, "attn_logit_softcapping", None) is None
+        hasattr(model, "set_attn_implementation")
+        and model._can_set_attn_implementation()
+        and getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is None
         and not any(hasattr(m, "sinks") for m in model.modules())
         and all(map(plain, DynamicCache(config=model.config).layers))
     )
+
+
+@functools.cache
+def tell_once(name: str) -> None:
+    print(f"{name}: every sample gets a copy of its prompt's cache, for the model cannot share it", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -438,11 +448,16 @@ def rollout(
     ends, was_training = torch.tensor(stop, dtype=torch.long, device=device), model.training
     if shared is None:
         shared = shares(model, max(map(len, prompt_ids)) + max_new_tokens)
+        if not shared and samples > 1:
+            tell_once(type(model).__name__)
     model.eval()
-    tokens, logp, lengths, row_steps = decode(
-        model, prompt_ids, samples, u, ends, temperature=temperature, top_p=top_p, kv_tokens=kv_tokens, dtype=dtype, shared=shared,
-    )  # fmt: skip
-    model.train(was_training)
+    try:
+        tokens, logp, lengths, row_steps = decode(
+            model, prompt_ids, samples, u, ends, temperature=temperature, top_p=top_p, kv_tokens=kv_tokens, dtype=dtype,
+            shared=shared,
+        )  # fmt: skip
+    finally:
+        model.train(was_training)
     width = max(1, int(lengths.max()))
     mask = torch.arange(width, device=device) < lengths[:, None]
     finished = torch.isin(tokens.gather(1, lengths[:, None] - 1).squeeze(1), ends)
