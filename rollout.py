@@ -101,7 +101,7 @@ def sample(logits: Tensor, u: Tensor, temperature: float, top_p=1.0) -> tuple[Te
 # Caches
 
 
-SHARED = "shared_prefix"  # name of our attention function in transformers' registry
+SHARED = "shared_cache"  # name of our attention function in transformers' registry
 BEYOND = {"softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices"}  # what some models ask of theirs
 
 
@@ -392,6 +392,16 @@ def admit(
     return out
 
 
+def alike(pieces: list[tuple[int, int, int]], prompt_ids: list[list[int]]) -> list[list[tuple[int, int, int]]]:
+    """Pieces, longest prompts first, in runs of prompts of nearly one length: prefilled together, they need little padding."""
+    out = []
+    for piece in pieces:
+        if not out or len(prompt_ids[piece[0]]) < 0.8 * len(prompt_ids[out[-1][0][0]]):
+            out.append([])
+        out[-1].append(piece)
+    return out
+
+
 def decode(
     model: nn.Module, prompt_ids: list[list[int]], samples: int, u: Tensor, ends: Tensor, *, temperature: float, top_p: float,
     kv_tokens: int, dtype: torch.dtype, shared: bool,
@@ -410,9 +420,9 @@ def decode(
         while waiting or len(row):
             if waiting and (shared or not len(row)):
                 new = admit(waiting, prompt_ids, limit, kv_tokens, shared, len(row), pool.lengths)
-                if new:
-                    first = pool.join([prompt_ids[i] for i, _, _ in new], [b - a for _, a, b in new])
-                    more = torch.tensor([i * samples + j for i, a, b in new for j in range(a, b)], device=device)
+                for part in alike(new, prompt_ids) if shared else [new][: len(new)]:
+                    first = pool.join([prompt_ids[i] for i, _, _ in part], [b - a for _, a, b in part])
+                    more = torch.tensor([i * samples + j for i, a, b in part for j in range(a, b)], device=device)
                     logits = first if logits is None else torch.cat([logits, first])
                     row, age = torch.cat([row, more]), torch.cat([age, torch.zeros_like(more)])
                     alive = torch.cat([alive, torch.ones_like(more, dtype=torch.bool)])

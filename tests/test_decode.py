@@ -2,7 +2,6 @@
 
 import copy
 
-import numpy as np
 import pytest
 import torch
 from test_logprobs import family
@@ -255,17 +254,26 @@ def test_splitting_rows_over_passes_changes_nothing(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(whole, sample(z, u, 0.7)))
 
 
-def test_no_block_border_gives_a_word_of_probability_zero():
-    """The rest of a target that rounding has put below 0, or above the block's sum, once chose a word without mass."""
-    rng = np.random.default_rng(0)
-    z = torch.full((4000, 2000), -torch.inf)
-    z[:, 512::512] = torch.randn(4000, 3, generator=torch.Generator().manual_seed(1)) * 5  # first words of blocks only
-    z[:, 1100] = 0
-    p = z.double().softmax(-1)
-    border = p.cumsum(-1)[torch.arange(4000), torch.from_numpy(rng.choice([512, 1024, 1100, 1536], 4000))]
-    for step in (-1e-16, 0, 1e-16, 1e-9):
-        token, logp = sample(z, (border + step).clamp(0, 1 - 2.0**-53), 1.0)
-        assert torch.isfinite(logp).all() and torch.isin(token, torch.tensor([512, 1024, 1100, 1536])).all()
+def test_no_border_of_a_block_gives_a_word_of_probability_zero():
+    """Rounding puts what is left of a target below 0 or at the end of its block: there, words without mass were chosen."""
+    rng = torch.Generator().manual_seed(1)
+    mass = (12 * torch.randn(4000, 6, generator=rng)).exp()  # so uneven that float64 sums round
+    cdf = mass.cumsum(-1, dtype=torch.float64)
+    lone = torch.tensor([0, 0, 1.0, 0]).expand(4000, 4)
+    below = 0
+    for k in range(5):  # the target is the very border of blocks k and k + 1
+        block, rest = ro.inverse_cdf(mass, cdf[:, k : k + 1])
+        below += int((rest < 0).sum())
+        assert (ro.inverse_cdf(lone * mass.gather(1, block), rest)[0] == 2).all()
+    assert below > 10
+    for target in (-1.0, 0.0, 1.0, 2.0):
+        assert (ro.inverse_cdf(lone, torch.full((4000, 1), target, dtype=torch.float64))[0] == 2).all()
+    z = torch.full((500, 2000), -torch.inf)
+    z[:, [600, 1100, 1700]] = torch.randn(500, 3, generator=rng) * 5
+    for u in (0.0, 5e-324, 0.5, 1 - 2.0**-53):
+        token, logp = sample(z, torch.full((500,), u, dtype=torch.float64), 1.0)
+        assert torch.isfinite(logp).all() and torch.isin(token, torch.tensor([600, 1100, 1700])).all()
+        assert token.unique().tolist() == {0.0: [600], 5e-324: [600], 0.5: [600, 1100, 1700]}.get(u, [1700])
 
 
 def test_rare_words_of_a_real_vocabulary_get_their_share():

@@ -111,11 +111,14 @@ def test_greedy_log_probs_are_those_of_temperature_1():
 
 @pytest.mark.parametrize("name", ("qwen3", "hybrid", "gpt2"))
 def test_a_prompt_is_prefilled_once_however_many_samples_it_gets(name):
-    """The widths and heights of the forwards: all prompts once, then one token per row."""
+    """The widths and heights of the forwards: all prompts once, those of nearly one length together, then one token per row."""
     model = family(name)
     recorder, heights = Recorder(model), []
     model.register_forward_pre_hook(lambda m, a, k: heights.append(len(k["input_ids"])), with_kwargs=True)
-    rollout(model, PROMPTS, 5, [], max_new_tokens=3)
+    rollout(model, [*PROMPTS, [30] * 8], 5, [], max_new_tokens=3)
+    assert recorder.widths == [9, 6, 3, 1, 1, 1] and heights == [2, 1, 1, 1, 25, 25]
+    recorder.widths.clear(), heights.clear()
+    rollout(model, PROMPTS, 5, [], max_new_tokens=3, shared=False)
     assert recorder.widths == [9, 1, 1] and heights == [4, 20, 20]
 
 
