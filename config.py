@@ -170,7 +170,8 @@ class Config:
     max_new_tokens: int = 64
     """Longest completion in tokens, stop token included; also the constant L of the const_len aggregate."""
     kv_tokens: int = 65536
-    """Key-value budget in tokens per rank: prompts x samples decoded at once hold at most this many."""
+    """Key-value budget in tokens per rank for what is decoded at once. A sample costs max_new_tokens and a prompt its length,
+    once (once per sample where the model cannot share it); waiting prompts take the places of finished samples."""
     prefix: str = ""
     """Text forced at the start of every completion: not trained on, but part of what rewards see."""
 
