@@ -93,7 +93,7 @@ class Run:
     """
 
     MAY_CHANGE = ("config", "steps", "run_dir", "resume", "report", "data_dir", "init", "micro_tokens", "kv_tokens",
-                  "rank_timeout", "plan", "plan_ranks", "plan_gb", "eval_every", "save_every", "diagnose_every", "keep", "max_bad_steps", "log_samples", "attention", "checkpointing", "split", "against", "ranker",
+                  "rank_timeout", "plan", "plan_ranks", "plan_gb", "eval_every", "save_every", "diagnose_every", "keep", "max_bad_steps", "log_samples", "attention", "checkpointing", "share_prefix", "split", "against", "ranker",
                   "baseline", "reward_workers", "reward_timeout", "max_reward_errors")  # fmt: skip
 
     def __init__(self, cfg: Config, rank: int):

@@ -48,8 +48,8 @@ def record(folder, sft: str, rank: int, ranks: int) -> dict[str, dict]:
                     now["samples"].append((examples[g].id, tokens, out.reward[b].tolist()))
             return out
 
-        def cut(roll, budget, now=now):
-            out = micro_batches(roll, budget)
+        def cut(roll, budget, packed, now=now):
+            out = micro_batches(roll, budget, packed)
             now["micro"].append([len(rows) for rows in out])
             return out
 
