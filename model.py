@@ -407,10 +407,13 @@ def pack(prompts: list[list[int]], tokens: Tensor, mask: Tensor, group: Tensor) 
                   tensor(order), [real[b] for b in order])  # fmt: skip
 
 
+FLASH = True  # the flash attention of a CPU; tests switch it off
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(scale q k') v, (n,H,T,D), and the log-sum-exp of every query's scores, (n,H,T); k, v (n,K,S,D), K heads of
     keys, each shared by H/K heads of queries. Flash attention on a CPU, else with the scores of one call in memory."""
-    if q.device.type == "cpu":
+    if FLASH and q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     s = scores(q, k, causal, scale)
     lse = s.logsumexp(-1)
@@ -420,14 +423,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 
 def attend_backward(grad, q, k, v, out, lse, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attend by q, k, v. With out and lse of a softmax over more keys than these: this part of theirs."""
-    if q.device.type == "cpu":
+    if FLASH and q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse.contiguous(), 0.0, causal, scale=scale)  # fmt: skip
     fold = (k.shape[0], k.shape[1], -1, k.shape[3])
     p = (scores(q, k, causal, scale) - lse.reshape(*fold[:3], 1)).exp()
-    inner = (grad.float() * out.float()).sum(-1).reshape(*fold[:3], 1)
+    inner = (grad.to(p.dtype) * out).sum(-1).reshape(*fold[:3], 1)
     grad, low = grad.reshape(fold), v.dtype
-    ds = (p * ((grad @ v.transpose(-1, -2)).float() - inner) * scale).to(low)
+    ds = (p * (grad @ v.transpose(-1, -2) - inner) * scale).to(low)
     return (ds @ k).view(q.shape), ds.transpose(-1, -2) @ q.reshape(fold), p.to(low).transpose(-1, -2) @ grad
 
 
@@ -532,8 +535,10 @@ class Head:
         wide = torch.promote_types(dtype, torch.float32)
         self.most = max(1, CHUNK // (len(weight) * wide.itemsize))
         self.z = hidden.new_empty(min(self.most, len(hidden)), len(weight), dtype=wide)
-        # elementwise passes over parts that stay in a CPU's cache; on a GPU over everything at once
-        self.block = max(1, 2**21 // (len(weight) * wide.itemsize)) if device == "cpu" else self.most
+        # elementwise passes in parts: small beside a chunk, and on a CPU small enough for its cache
+        self.block = max(
+            1, min(self.most // 4, 2**21 // (len(weight) * wide.itemsize) if device == "cpu" else self.most)
+        )
 
     def blocks(self, a: int, b: int):
         """(part of the buffer, its positions) for positions a..b, whose logits lie at the front of the buffer."""
