@@ -298,7 +298,8 @@ class Config:
     kl_mask: str = "loss"
     """Tokens of the KL term: loss (those trained on) or completion (all, delimiters included)."""
     old_logp: str = "auto"
-    """Old log-probs: sampler (free), recompute (by the training forward), auto: recompute under bfloat16 if mu > 1."""
+    """Old log-probs: sampler (free), recompute (by the training forward), auto: recompute under bfloat16 if mu > 1.
+    With mu = 1 recomputing costs nothing: they are those of the one pass."""
 
     "== Reward"
 

@@ -350,6 +350,7 @@ class Layout:
     groups      [(0, 3, 6, 3), (3, 3, 9, 2)]  first token and tokens of a prompt; of what continues it
     scored      (C,)   the token whose hidden state predicts each completion token: 2 6 7 8, 5 9, 5 10
     targets     (C,)   the tokens predicted, row by row
+    owners      [0, 1, 1]  the prompt of each row that has inputs
     order       (B,)   the row of the call that stands there
     counts      [4, 2, 2]  tokens scored of each
     """
@@ -359,6 +360,7 @@ class Layout:
     prompts: list[tuple[int, int, int]]
     rows: list[tuple[int, int, int]]
     groups: list[tuple[int, int, int, int]]
+    owners: list[int]
     scored: Tensor
     targets: Tensor
     order: Tensor
@@ -403,7 +405,9 @@ def pack(prompts: list[list[int]], tokens: Tensor, mask: Tensor, group: Tensor) 
     def tensor(x: list[int]) -> Tensor:
         return torch.tensor(x, dtype=torch.long, device=tokens.device)
 
-    return Layout(tensor([ids]), tensor([at]), *runs, [g for g in groups if g[3]], tensor(scored), tensor(targets),
+    number = {p: i for i, p in enumerate(start)}
+    owners = [number[owner[b]] for b in order if real[b] > 1]
+    return Layout(tensor([ids]), tensor([at]), *runs, [g for g in groups if g[3]], owners, tensor(scored), tensor(targets),
                   tensor(order), [real[b] for b in order])  # fmt: skip
 
 
@@ -509,6 +513,49 @@ def shared_attention(module, query, key, value, attention_mask, layout: Layout |
 
 ALL_ATTENTION_FUNCTIONS.register(SHARED, shared_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(SHARED, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+class Carry:
+    """In place of a cache: what a recurrent layer (Qwen3.5's gated delta net) carries from a prompt to its completions, a
+    convolution's last inputs (n,channels,kernel) and a state (n,heads,D,D). Nothing is written in place, so gradients flow."""
+
+    def __init__(self, conv: Tensor | None = None, state: Tensor | None = None):
+        self.conv, self.state = conv, state
+
+    def get_conv_state(self, *args, **kwargs) -> None:
+        """None: the way that decodes one token in place is not taken."""
+
+    def get_recurrent_state(self, *args, **kwargs) -> Tensor | None:
+        return self.state
+
+    def update_conv_state(self, new: Tensor, layer: int, conv_kernel_size: int, **kwargs) -> Tensor:
+        whole = new if self.conv is None else torch.cat([self.conv, new], -1)
+        self.conv = nn.functional.pad(whole, (conv_kernel_size, 0))[..., -conv_kernel_size:]
+        return whole
+
+    def update_recurrent_state(self, new: Tensor, layer: int, **kwargs) -> None:
+        self.state = new
+
+
+def recurrent(self, hidden_states: Tensor, layout: Layout | None = None, cache=None, attention_mask=None, **kwargs):
+    """Forward of a recurrent layer. With a layout: prompts from the start, then every completion from its prompt's end."""
+    run = type(self).forward
+    if layout is None:
+        return run(self, hidden_states, cache=cache, attention_mask=attention_mask, **kwargs)
+    flat, out, ends = hidden_states[0], [], []
+    for first, n, length in layout.prompts:
+        ends.append(Carry())
+        out.append(
+            run(self, flat[first : first + n * length].unflatten(0, (n, length)), cache=ends[-1], **kwargs).flatten(
+                0, 1
+            )
+        )
+    if layout.rows:
+        lengths = [length for _, n, length in layout.rows for _ in range(n)]
+        rows = nn.utils.rnn.pad_sequence(flat[layout.rows[0][0] :].split(lengths), batch_first=True)
+        start = Carry(*(torch.cat(x)[layout.owners] for x in ([e.conv for e in ends], [e.state for e in ends])))
+        out += [row[:n] for row, n in zip(run(self, rows, cache=start, **kwargs), lengths)]
+    return torch.cat(out)[None]
 
 
 def packed_hidden(body: nn.Module, layout: Layout) -> Tensor:
@@ -692,11 +739,11 @@ def share_prefix(model: nn.Module, cfg: Config) -> str:
         model.get_output_embeddings(),
         model.config._attn_implementation,
     )
-    odd = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    odd = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention", "linear_attention"}
     window = getattr(config, "sliding_window", None) or math.inf
     if odd:
         return f"the model has layers of {odd.pop()}"
-    if not getattr(model, "_supports_attention_backend", False):
+    if not model._can_set_attn_implementation():
         return "the model's attention cannot be replaced"
     if window < cfg.max_prompt + cfg.max_new_tokens:
         return f"the model's window of {window} tokens may be shorter than prompt and completion"
@@ -709,6 +756,9 @@ def share_prefix(model: nn.Module, cfg: Config) -> str:
     part = (prompts, tokens, mask, torch.tensor([0, 1, 0], device=device))
     for method in (packed_loss, packed_logp):
         setattr(model, method.__name__, types.MethodType(method, model))
+    layers = [m.linear_attn for m in model.modules() if hasattr(m, "linear_attn")]
+    for layer in layers:
+        layer.forward = types.MethodType(recurrent, layer)
     try:
         with torch.no_grad():
             plain = completion_logp(model, *part)[0]
@@ -720,6 +770,8 @@ def share_prefix(model: nn.Module, cfg: Config) -> str:
     if why:
         model.packed = False
         model.set_attn_implementation(before)
+        for layer in layers:
+            del layer.forward
     return why
 
 

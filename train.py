@@ -331,7 +331,7 @@ def forward(model, roll: Rollout, rows: torch.Tensor, function, loss_fn=None, **
 
 def measure(policy: Policy, reference, critic, roll: Rollout, cfg: Config, method: Method) -> Look:
     """Old and reference log-probs and values of a rollout, without gradient. The sampler's log-probs are the old ones where
-    that is exact enough (old_logp) and where there was a sampler."""
+    that is exact enough (old_logp) and where there was a sampler; with one pass per step, that pass's own can be."""
     micro = micro_batches(roll, cfg.micro_tokens, lm.packs(policy.model))
 
     def constant(model, function, **kwargs) -> torch.Tensor:
@@ -346,7 +346,8 @@ def measure(policy: Policy, reference, critic, roll: Rollout, cfg: Config, metho
         cfg.old_logp == "auto" and cfg.mu > 1 and policy.dtype != torch.float32)  # fmt: skip
     look = Look(roll.logp)
     if method.source == "pairs" or (method.ratio != "none" and recompute):
-        look.logp_old = constant(policy.model, lm.constant_logp, temperature=cfg.temperature)
+        early = method.source == "pairs" or cfg.tis or cfg.smoothing or cfg.kl_in == "reward" or cfg.mu > 1
+        look.logp_old = constant(policy.model, lm.constant_logp, temperature=cfg.temperature) if early else None
     if reference is not None:
         look.logp_ref = constant(reference, lm.constant_logp, temperature=cfg.temperature)
     if critic is not None:
@@ -382,8 +383,9 @@ def update(
 
     def loss_of(rows, logp, entropy, sums: dict[str, torch.Tensor], first: bool) -> torch.Tensor:
         """Loss of some rows; what to log of them is added to sums."""
+        old = logp.detach() if look.logp_old is None else look.logp_old[rows]
         loss, part = policy_loss(
-            logp, look.logp_old[rows], got.token_adv[rows], unit_ids[rows], denom[rows], method, share[rows],
+            logp, old, got.token_adv[rows], unit_ids[rows], denom[rows], method, share[rows],
             None if logp_ref is None else logp_ref[rows], kl_ids[rows], kl_denom[rows], beta, cfg.kl, cfg.kl_ratio,
             cfg.dual_clip, None if weight is None else weight[rows], entropy, cfg.entropy,
         )  # fmt: skip
@@ -455,7 +457,7 @@ def diagnose(policy: Policy, roll: Rollout, look: Look, got: Credit, cfg: Config
 
     def gradient(token_adv: torch.Tensor) -> list[torch.Tensor]:
         def loss_of(rows, logp, _):
-            old = look.logp_old[rows]
+            old = logp.detach() if look.logp_old is None else look.logp_old[rows]
             return policy_loss(logp, old, token_adv[rows], ids[rows], denom[rows], method, 1.0)[0]
 
         for rows in micro_batches(roll, cfg.micro_tokens, lm.packs(model)):
@@ -546,7 +548,7 @@ def optimizer_for(model, critic, cfg: Config) -> torch.optim.AdamW:
     groups = [{"params": list(model.parameters()), "factor": low_rate(cfg.low_lr_gamma)}]
     if critic is not None:
         groups.append({"params": list(critic.parameters()), "factor": cfg.critic_lr})
-    return torch.optim.AdamW(groups, cfg.lr, (0.9, cfg.adam_beta2), weight_decay=cfg.weight_decay)
+    return torch.optim.AdamW(groups, cfg.lr, (0.9, cfg.adam_beta2), weight_decay=cfg.weight_decay, fused=True)
 
 
 def learning_rate(cfg: Config, step: int) -> float:
