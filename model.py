@@ -608,11 +608,16 @@ class Head:
                 e.div_(self.temperature)
             top = e.amax(-1, keepdim=True)
             picked = e.gather(-1, self.layout.targets[at, None])
-            e.sub_(top).exp_()
-            total = self.total[here] = e.sum(-1)
+            e.sub_(top)
+            if not self.entropy:
+                total = e.exp_().sum(-1)
+            else:  # log total - sum of e^z z / total, with 0 for e^-inf -inf
+                p = e.clamp_(min=-1000).exp()
+                total = p.sum(-1)
+                entropy[here] = total.log() - e.mul_(p).sum(-1) / total
+                e.copy_(p)
+            self.total[here] = total
             logp[here] = (picked - top).squeeze(-1) - total.log()
-            if self.entropy:
-                entropy[here] = total.log() + torch.special.entr(e).sum(-1) / total
         return logp, entropy
 
     def gradient(
@@ -625,7 +630,7 @@ class Head:
             total, down = self.total[here], -g[here]
             if g_entropy is not None:  # d entropy / d logit = -p (log p + entropy)
                 down = down + g_entropy[here] * (total.log() - entropy[here])
-                more = torch.special.entr(e).mul_((g_entropy[here] / total)[:, None])
+                more = e.clamp(min=torch.finfo(e.dtype).tiny).log_().mul_(e).mul_((-g_entropy[here] / total)[:, None])
             e.mul_((down / total)[:, None])
             if g_entropy is not None:
                 e.add_(more)

@@ -135,6 +135,26 @@ def test_without_flash_attention_and_without_the_entropys_gradient(entropy, monk
     assert not torch.equal(written_out[1][0], flash[1][0]), "both were the same code"
 
 
+def test_impossible_words_have_no_part_in_entropy_and_gradient():
+    """F61: logits of -inf and -1e4 among the words give no nan."""
+    weight = torch.tensor([[0.0], [1.0], [-torch.inf], [-1e4]], dtype=torch.float64, requires_grad=True)
+    hidden = torch.tensor([[1.0], [2.0]], dtype=torch.float64, requires_grad=True)
+    none, targets = torch.zeros(0, dtype=torch.long), torch.tensor([1, 0])
+    layout = lm.Layout(none, none, [], [], [], [], none, targets, torch.arange(1), [2])
+    seen = []
+
+    def loss_fn(rows, logp, h):
+        seen.extend((logp.detach()[0], h.detach()[0]))
+        return (logp + h).sum()
+
+    lm.FusedLoss.apply(hidden, weight, layout, loss_fn, 2, 1.0, "grad").backward()
+    z = (hidden.detach() @ weight.detach().t()).requires_grad_()
+    logp, h = lm.token_logp(z, targets, 1.0, "grad")
+    (logp + h).sum().backward()
+    torch.testing.assert_close(seen, [logp.detach(), h.detach()])
+    torch.testing.assert_close(weight.grad, z.grad.t() @ hidden.detach())
+
+
 def test_log_probs_and_values_without_gradient_equal_the_plain_ones():
     """For old log-probs, a reference and a critic; in the order of the call, 0 behind the end."""
     model, data = exact("qwen2"), ragged()
