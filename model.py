@@ -583,9 +583,8 @@ class Head:
         self.most = max(1, CHUNK // (len(weight) * wide.itemsize))
         self.z = hidden.new_empty(min(self.most, len(hidden)), len(weight), dtype=wide)
         # elementwise passes in parts: small beside a chunk, and on a CPU small enough for its cache
-        self.block = max(
-            1, min(self.most // 4, 2**21 // (len(weight) * wide.itemsize) if device == "cpu" else self.most)
-        )
+        part = self.most // 4 if device != "cpu" else min(self.most // 4, 2**21 // (len(weight) * wide.itemsize))
+        self.block = max(1, part)
 
     def blocks(self, a: int, b: int):
         """(part of the buffer, its positions) for positions a..b, whose logits lie at the front of the buffer."""
