@@ -156,6 +156,9 @@ class Config:
     eager or flash_attention_2."""
     checkpointing: bool = False
     """Gradient checkpointing: less memory in the update, about a third more time."""
+    share_prefix: bool = True
+    """The update sees a prompt once, not once per sample, and packs without padding; models that cannot do this take the
+    plain path. The result is the same to rounding. It attends by its own function, in place of sdpa."""
     trust_remote_code: bool = False
     """Let a hub model run its own code. Off: such a model is refused."""
 
@@ -180,7 +183,7 @@ class Config:
     batch_size: int = 16
     """Prompts per optimiser step, over all ranks."""
     micro_tokens: int = 8192
-    """Tokens (rows x padded length) of one forward with gradient, per rank. The result does not depend on it."""
+    """Tokens of one forward of the update, per rank (padding counts where there is any). The result does not depend on it."""
     mu: int = 1
     """Optimiser updates per rollout batch."""
     lr: float = 1e-6
@@ -296,7 +299,8 @@ class Config:
     kl_mask: str = "loss"
     """Tokens of the KL term: loss (those trained on) or completion (all, delimiters included)."""
     old_logp: str = "auto"
-    """Old log-probs: sampler (free), recompute (by the training forward), auto: recompute under bfloat16 if mu > 1."""
+    """Old log-probs: sampler (free), recompute (by the training forward), auto: recompute under bfloat16 if mu > 1.
+    With mu = 1 recomputing costs nothing: they are those of the one pass."""
 
     "== Reward"
 

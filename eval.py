@@ -158,7 +158,8 @@ class Policy:
             fail(f"--prefix {cfg.prefix!r}: the tokenizer has no tokens for it")
         with lm.gathered(self.model):
             return rollout(self.model, prompts, samples, self.stop, max_new_tokens=cfg.max_new_tokens, temperature=temperature,
-                           top_p=cfg.top_p, keys=keys, prefix=prefix, kv_tokens=cfg.kv_tokens, dtype=self.dtype)  # fmt: skip
+                           top_p=cfg.top_p, keys=keys, prefix=prefix, kv_tokens=cfg.kv_tokens, dtype=self.dtype,
+                           shared=None if cfg.share_prefix else False)  # fmt: skip
 
 
 @dataclass

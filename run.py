@@ -93,7 +93,7 @@ class Run:
     """
 
     MAY_CHANGE = ("config", "steps", "run_dir", "resume", "report", "data_dir", "init", "micro_tokens", "kv_tokens",
-                  "attention", "checkpointing", "eval_every", "save_every", "diagnose_every", "keep", "log_samples",
+                  "attention", "checkpointing", "share_prefix", "eval_every", "save_every", "diagnose_every", "keep", "log_samples",
                   "max_bad_steps", "rank_timeout", "reward_workers", "reward_timeout", "max_reward_errors",
                   "plan", "plan_ranks", "plan_gb", "split", "against", "ranker", "baseline")  # fmt: skip
 

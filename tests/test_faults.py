@@ -447,7 +447,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_in_its_folder(tmp
 # Numbers that are not finite
 
 
-def poison(monkeypatch, at: set[int], name="completion_logp", value=math.nan):
+def poison(monkeypatch, at: set[int], name="completion_loss", value=math.nan):
     """Log-probs (or values) become NaN in the update of some steps (from 1)."""
     step, work, order = [0], getattr(train.lm, name), data.order
 
@@ -456,11 +456,11 @@ def poison(monkeypatch, at: set[int], name="completion_logp", value=math.nan):
         return order(*args)
 
     def broken(*args, **kwargs):
+        wrong = value if step[0] in at else 1
+        if loss_fn := kwargs.pop("loss_fn", None):
+            return work(*args, loss_fn=lambda rows, logp, h: loss_fn(rows, logp * wrong, h), **kwargs)
         out = work(*args, **kwargs)
-        first, rest = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
-        if step[0] in at and first.requires_grad:
-            first = first * value
-        return first if rest is None else (first, *rest)
+        return out * wrong if out.requires_grad else out
 
     monkeypatch.setattr(data, "order", count)
     monkeypatch.setattr(train.lm, name, broken)
@@ -483,7 +483,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_set_aside(kind, sft, t
 
         monkeypatch.setattr(train.rewards, "score", infinite)
     else:
-        poison(monkeypatch, {2}, "completion_values" if kind == "critic" else "completion_logp",
+        poison(monkeypatch, {2}, "completion_values" if kind == "critic" else "completion_loss",
                math.inf if kind == "inf" else math.nan)  # fmt: skip
     go(run, f"--method {method} --init {sft} --steps 3 --lr 1e-3 --save_every 1 --keep 9 --mu 2")
     log = lines(run)
