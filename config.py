@@ -53,7 +53,7 @@ class Config:
     deterministic: bool = False
     """train.py: deterministic GPU kernels, slower; docs/scale.md says what stays different. On the CPU results repeat anyway."""
     plan: bool = False
-    """Print memory, communication and time of a step, computed from the settings, and leave: nothing is trained, loaded or
+    """train.py: print memory, communication and time of a step, computed from the settings, and leave: nothing is trained, loaded or
     written (plan.py)."""
     plan_ranks: list[int] = field(default_factory=list)
     """--plan: numbers of ranks to show. Empty: the ranks of the command itself, 8, 64 and 512."""
@@ -345,7 +345,8 @@ class Config:
     reward_timeout: float = 10.0
     """Seconds that a worker may take for one completion; then it is killed, and the completion cannot be scored."""
     max_reward_errors: float = 0.5
-    """Completions whose reward fails are left out and counted (reward_errors); a larger share of a step's ends the run."""
+    """Completions whose reward fails are left out and counted (reward_errors); a larger share of those scored
+    together ends the run."""
     overlong: float = 0.0
     """Soft punishment of length (DAPO): within the last this share of max_new_tokens up to -1 is added to the reward of
     every unit. 0: off."""
@@ -437,8 +438,11 @@ AT_LEAST = {  # smallest allowed value
     "reward_timeout": 0.01,
     "width": 32,
 }
-AT_MOST = {"seed": 2**63 - 1, "data_seed": 2**63 - 1, "popularity_power": 20, "low_lr_gamma": 100, "lr": 1e3, "value_clip": 1e6, "critic_lr": 1e6, "clip_high": 1e6,
-           "cispo_cap": 1e6, "tis": 1e6, "reward_workers": 1024, "reward_timeout": 1e6, "max_reward_errors": 1}  # fmt: skip
+AT_MOST = {
+    **dict.fromkeys("seed data_seed".split(), 2**63 - 1),
+    **dict.fromkeys("value_clip critic_lr clip_high cispo_cap tis reward_timeout".split(), 1e6),
+    "popularity_power": 20, "low_lr_gamma": 100, "lr": 1e3, "reward_workers": 1024, "max_reward_errors": 1,
+}  # fmt: skip
 PHASES = ("slate", "rank", "plan")  # what a phase may hold; rewards.PHASES says what each earns
 LISTS = {"requests"}  # data sets whose answers are lists
 INFINITE = {"returns_gamma"}  # numbers that may be infinite
