@@ -37,18 +37,24 @@ ASIDE = 5  # batches kept in bad/
 ON = "make room, then go on from the last checkpoint with --resume"
 
 
-def write(path: str, text: str) -> None:
-    """Write aside, sync, rename: a reader sees the old file or the new one, never half of it (F50)."""
+@contextlib.contextmanager
+def replacing(path: str):
+    """A name to write to, which becomes the file in the end: a reader sees the old one or the new one, never half (F50)."""
     try:
-        with open(path + ".tmp", "w", encoding="utf-8") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
+        yield path + ".tmp"
         os.replace(path + ".tmp", path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.remove(path + ".tmp")  # half a file is no use, and a full disk needs the room
         raise
+
+
+def write(path: str, text: str) -> None:
+    """Write aside, sync, rename."""
+    with replacing(path) as aside, open(aside, "w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
 
 
 @contextlib.contextmanager
@@ -286,13 +292,8 @@ class Run:
         self.say(f"step {step}: loss or gradient is not finite; no update was made, the batch is in {folder}")
         with writing(path, ON):
             os.makedirs(folder, exist_ok=True)
-            try:
-                torch.save(batch, path + ".tmp")
-                os.replace(path + ".tmp", path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.remove(path + ".tmp")
-                raise
+            with replacing(path) as aside:
+                torch.save(batch, aside)
             for old in lm.steps_in(bad)[:-ASIDE] if self.main else []:
                 shutil.rmtree(os.path.join(bad, old))
 
