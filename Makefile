@@ -7,10 +7,10 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup demo test lint format parity repro clean
+.PHONY: help setup demo test lint format parity bench bench-trl repro clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-9s %s\n", $$1, $$2}'
 
 setup: $(VENV)/base.ok ## make .venv and install the pinned requirements
 
@@ -30,6 +30,12 @@ format: $(VENV)/test.ok ## let ruff rewrite the files
 
 parity: .venv-parity/ok ## value and gradient of our losses beside those of TRL, in an environment of its own (optional)
 	.venv-parity/bin/python tests/parity.py
+
+bench: $(VENV)/base.ok ## seconds and memory of a step's parts, beside a floor, for seven cases (about 5 minutes)
+	$(PY) bench.py
+
+bench-trl: .venv-parity/ok ## the same cases beside TRL's GRPOTrainer, paired in one run (about 25 minutes)
+	.venv-parity/bin/python bench.py --sides ours trl
 
 repro: $(VENV)/base.ok $(VENV)/plots.ok ## every table and figure that runs here; resumable arm by arm (hours)
 	$(PY) repro.py run all
