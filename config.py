@@ -346,7 +346,7 @@ class Config:
     """Seconds that a worker may take for one completion; then it is killed, and the completion cannot be scored."""
     max_reward_errors: float = 0.5
     """Completions whose reward fails are left out and counted (reward_errors); a larger share of those scored
-    together ends the run."""
+    together (of four where there are fewer) ends the run."""
     overlong: float = 0.0
     """Soft punishment of length (DAPO): within the last this share of max_new_tokens up to -1 is added to the reward of
     every unit. 0: off."""

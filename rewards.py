@@ -685,7 +685,7 @@ def score(
             row = score_phases(said[b], asked[b], pool, cfg, unit, popularity, head)
         return checked(row, len(said[b]), len(high))
 
-    most = cfg.max_reward_errors * len(said)
+    most = cfg.max_reward_errors * max(len(said), 4)  # one failure alone, as of a last example, is no share
     found = workers.run(one, [(b,) for b in range(len(said))], cfg.reward_workers, cfg.reward_timeout, most)
     errors = [(row, example) for row, example in zip(found, asked) if isinstance(row, workers.Failure)]
     if len(errors) > most:

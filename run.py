@@ -317,13 +317,13 @@ class Run:
         """A checkpoint; called on every rank, because gathering shards is collective."""
         weights, state = lm.full_state(policy.model), optimizer_state(optimizer, self.main)
         values = None if critic is None else lm.full_state(critic) or critic.state_dict()
-        self.best_step = step if better else self.best_step
         if not self.main:
             return
         whole = weights or policy.model.state_dict()
         if wrong := next((k for k, w in whole.items() if not w.isfinite().all()), None):
             self.say(f"warning: step {step} is not saved: {wrong} is not finite")
             return
+        self.best_step = step if better else self.best_step
         name = f"step-{step:06d}"
         aside, final = os.path.join(self.folder, f".{name}"), os.path.join(self.folder, name)
         with writing(f"step {step} to {self.folder}", ON):

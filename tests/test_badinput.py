@@ -166,12 +166,19 @@ def test_a_reward_that_hangs_or_dies_in_a_worker_costs_its_row_and_no_other(monk
     assert time.monotonic() - began < LIMIT + 5 and not children()
 
 
-@pytest.mark.parametrize("count", (0, 2))
-@pytest.mark.parametrize("name", [*FAULTS, *DEADLY])
+def test_one_failure_alone_is_no_share(monkeypatch, capsys):
+    """An evaluation's last chunk, or a refilled prompt, may be one row: one hiccup of a verifier must not end the run there."""
+    monkeypatch.setattr(sys.modules[__name__], "TEXTS", TEXTS[BAD : BAD + 1])
+    monkeypatch.setattr(sys.modules[__name__], "BAD", 0)
+    fault = FAULTS["exception"][0]
+    assert scored(monkeypatch, fault).parts["reward_errors"] == [1.0]
+    with pytest.raises(SystemExit):
+        scored(monkeypatch, fault, max_reward_errors=0.2)
+
+
+@pytest.mark.parametrize("name, count", [(n, c) for n in (*FAULTS, *DEADLY) for c in (0, 2) if c or n in FAULTS])
 def test_the_first_error_ends_a_run_that_has_too_many_in_one_line(monkeypatch, capsys, name, count):
     fault, words = {**FAULTS, **DEADLY}[name]
-    if name in DEADLY and not count:
-        pytest.skip("nobody is left to tell")
     with pytest.raises(SystemExit) as end:
         scored(monkeypatch, fault, count, max_reward_errors=0.1)
     if name == "forks" and not count:
