@@ -39,7 +39,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TEXTS = [write(POOL[i : i + 3], [POOL[i + 1]]) for i in range(5)]
 BAD = 2  # the row whose reward fails
 REAL = {"phases": rewards.score_phases, "list": rewards.score_list}
-LIMIT = 0.4  # seconds a worker may take
+LIMIT = 1.0  # seconds that a worker gets where one hangs; elsewhere a busy machine must not look like a fault
 
 
 def children() -> set[str]:
@@ -107,7 +107,7 @@ FAULTS = {  # name -> what the scorer of one row does, words of the error
     "answer of one part": (changed(answer=([],)), "unpack"),
 }  # fmt: skip
 DEADLY = {  # survived with workers only
-    "hangs": (lambda row: time.sleep(60), "TimeoutError: no result within 0.4 s"),
+    "hangs": (lambda row: time.sleep(60), "TimeoutError: no result within 1 s"),
     "hangs in native code": (lambda row: re.match("(a+)+$", "a" * 40 + "b"), "TimeoutError"),
     "stops itself": (die_by(signal.SIGSTOP), "TimeoutError"),
     "kills itself": (die_by(signal.SIGKILL), "ended with signal -?9"),
@@ -131,7 +131,8 @@ def scored(monkeypatch, fault=None, workers=0, unit="phase", **settings) -> rewa
 
     monkeypatch.setattr(rewards, f"score_{form}", scorer)
     examples = [Example(f"row-{i}", "?", POOL, GOLD) for i in range(len(texts))]
-    cfg = Config(reward_workers=workers, reward_timeout=LIMIT, slate_size=4, rank_size=2, **settings)
+    hangs = any(fault is f and "TimeoutError" in words for f, words in DEADLY.values())
+    cfg = Config(reward_workers=workers, reward_timeout=LIMIT if hangs else 60, slate_size=4, rank_size=2, **settings)
     return score(rolled(*(TOKENIZER(t)["input_ids"] for t in texts)), examples, PIECES, cfg, unit)
 
 
@@ -163,7 +164,7 @@ def test_a_reward_that_fails_costs_its_row_and_no_other(monkeypatch, name, count
 def test_a_reward_that_hangs_or_dies_in_a_worker_costs_its_row_and_no_other(monkeypatch, name):
     clean, began = scored(monkeypatch), time.monotonic()
     assert_only_one_row_is_lost(scored(monkeypatch, DEADLY[name][0], 2), clean)
-    assert time.monotonic() - began < LIMIT + 5 and not children()
+    assert time.monotonic() - began < 30 and not children()
 
 
 def test_one_failure_alone_is_no_share(monkeypatch, capsys):
