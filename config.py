@@ -299,8 +299,8 @@ class Config:
     kl_mask: str = "loss"
     """Tokens of the KL term: loss (those trained on) or completion (all, delimiters included)."""
     old_logp: str = "auto"
-    """Old log-probs: sampler (free), recompute (by the training forward), auto: recompute under bfloat16 if mu > 1.
-    With mu = 1 recomputing costs nothing: they are those of the one pass."""
+    """Old log-probs: sampler, recompute (by the training forward), auto: recompute under bfloat16 if mu > 1. Recomputing costs
+    nothing (they are those of the update's first pass), but with tis, smoothing, KL in the reward or pairs: there a pass."""
 
     "== Reward"
 

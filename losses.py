@@ -345,7 +345,7 @@ def spread(per_unit: Tensor, unit_ids: Tensor) -> Tensor:
 @dataclass
 class Look:
     """Constants of a step, (B,T): log-probs of its tokens under the weights it starts with and the reference, and the
-    critic's values of the states before them; None where the method needs none. logp_old None: those of the step's one pass."""
+    critic's values of the states before them; None where the method needs none. logp_old None: those of the update's first pass."""
 
     logp_old: Tensor | None
     logp_ref: Tensor | None = None

@@ -331,7 +331,8 @@ def forward(model, roll: Rollout, rows: torch.Tensor, function, loss_fn=None, **
 
 def measure(policy: Policy, reference, critic, roll: Rollout, cfg: Config, method: Method) -> Look:
     """Old and reference log-probs and values of a rollout, without gradient. The sampler's log-probs are the old ones where
-    that is exact enough (old_logp) and where there was a sampler; with one pass per step, that pass's own can be."""
+    that is exact enough (old_logp) and where there was a sampler; else those of the first pass of the update, unless
+    something needs them before it."""
     micro = micro_batches(roll, cfg.micro_tokens, lm.packs(policy.model))
 
     def constant(model, function, **kwargs) -> torch.Tensor:
@@ -346,7 +347,7 @@ def measure(policy: Policy, reference, critic, roll: Rollout, cfg: Config, metho
         cfg.old_logp == "auto" and cfg.mu > 1 and policy.dtype != torch.float32)  # fmt: skip
     look = Look(roll.logp)
     if method.source == "pairs" or (method.ratio != "none" and recompute):
-        early = method.source == "pairs" or cfg.tis or cfg.smoothing or cfg.kl_in == "reward" or cfg.mu > 1
+        early = method.source == "pairs" or cfg.tis or cfg.smoothing or cfg.kl_in == "reward"
         look.logp_old = constant(policy.model, lm.constant_logp, temperature=cfg.temperature) if early else None
     if reference is not None:
         look.logp_ref = constant(reference, lm.constant_logp, temperature=cfg.temperature)
@@ -380,12 +381,14 @@ def update(
     drawn = float(all_sum(roll.mask.double().sum()))
     micro = micro_batches(roll, cfg.micro_tokens, lm.packs(policy.model))
     parts = [p for p in (policy.model, critic) if p is not None]
+    logp_old = torch.zeros_like(roll.logp) if look.logp_old is None else look.logp_old
 
     def loss_of(rows, logp, entropy, sums: dict[str, torch.Tensor], first: bool) -> torch.Tensor:
         """Loss of some rows; what to log of them is added to sums."""
-        old = logp.detach() if look.logp_old is None else look.logp_old[rows]
+        if first and look.logp_old is None:  # nothing has moved yet: these are the old policy's
+            logp_old[rows] = logp.detach()
         loss, part = policy_loss(
-            logp, old, got.token_adv[rows], unit_ids[rows], denom[rows], method, share[rows],
+            logp, logp_old[rows], got.token_adv[rows], unit_ids[rows], denom[rows], method, share[rows],
             None if logp_ref is None else logp_ref[rows], kl_ids[rows], kl_denom[rows], beta, cfg.kl, cfg.kl_ratio,
             cfg.dual_clip, None if weight is None else weight[rows], entropy, cfg.entropy,
         )  # fmt: skip
