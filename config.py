@@ -198,6 +198,8 @@ class Config:
     """AdamW weight decay."""
     adam_beta2: float = 0.999
     """AdamW second-moment decay."""
+    optimizer_dtype: str = "float32"
+    """Type of AdamW's moments: float32, or bfloat16 with stochastic rounding (optim.py): 4 bytes per parameter less."""
     grad_clip: float = 1.0
     """Largest gradient norm; 0: no clipping."""
     max_bad_steps: int = 5
@@ -391,6 +393,7 @@ CHOICES = {  # fields whose value is one word of a short list; checked before an
     "template": ["terse", "instruct"],
     "tokenizer": ["word", "line", "byte"],
     "dtype": ["auto", "float32", "bfloat16"],
+    "optimizer_dtype": ["float32", "bfloat16"],
     "schedule": ["constant", "linear", "cosine"],
     "attention": ["auto", "sdpa", "eager", "flash_attention_2"],
     "ratio": ["", "none", "token", "unit", "sequence", "sequence_token"],

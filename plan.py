@@ -6,10 +6,11 @@
 Nothing is trained, written or loaded but the model's config (parameters are counted on the meta device). Every prompt
 counts as max_prompt tokens and every completion as max_new_tokens: an upper bound. Formulas are for blocks of the Llama
 kind (RMS norms, gated feed-forward; Qwen2, Qwen3, Llama, SmolLM2); other models get their exact parameters and the same
-formulas. Computed, not measured: times rest on the Machine below. Left out: fragmentation of the allocator (leave a
+formulas, and every model is taken to share prompts where share_prefix says so. Computed, not measured: times rest on the Machine below. Left out: fragmentation of the allocator (leave a
 tenth free), the CUDA context (about 1 GB), experts, tensor and pipeline parallelism.
 """
 
+import bisect
 import math
 import os
 from dataclasses import dataclass, replace
@@ -20,9 +21,9 @@ import data
 import model as lm
 from config import Config, fail
 from losses import resolve
+from rollout import CHUNK as SAMPLED  # words that the sampler takes at a time
 
 GB = 1e9
-CHUNK = 64 * 2**20  # bytes of logits held at once, where the head is chunked
 RANKS = (8, 64, 512)  # shown beside the number at hand
 
 
@@ -62,6 +63,11 @@ class Shape:
     qk_norm: bool
 
     @property
+    def tied(self) -> bool:
+        """Are input and output embeddings one matrix?"""
+        return self.root < 2 * self.vocab * self.hidden
+
+    @property
     def kv_numbers(self) -> int:
         """Keys and values of one token: layers x 2 x kv_heads x head_dim."""
         return self.kv_layers * 2 * self.kv_heads * self.head_dim
@@ -77,10 +83,14 @@ class Path:
     checkpointing: bool = False
 
     def unit(self, cfg: Config) -> tuple[int, int]:
-        """The least that one forward takes: (tokens, positions with logits). Plain: a row, whose logits are kept from the
-        last token of the prompt on; shared: a group."""
+        """The least that one forward takes: (tokens that micro_tokens counts, positions with logits). Plain: a row, whose logits
+        are kept from the last token of the prompt on; shared: a group."""
         rows, p, r = samples(cfg), cfg.max_prompt, cfg.max_new_tokens
         return (p + rows * r, rows * r) if self.shared else (p + r, r + 1)
+
+    def fed(self, cfg: Config) -> int:
+        """Tokens of a unit that go through the blocks: packed, the last one of a completion is no input."""
+        return self.unit(cfg)[0] - (samples(cfg) if self.shared else 0)
 
     def units(self, cfg: Config, ranks: int) -> int:
         """Units of a step on one rank."""
@@ -90,6 +100,12 @@ class Path:
         """(micro-batches of a step, units in one), as micro_batches cuts them: at most micro_tokens, at least one unit."""
         size = min(max(1, cfg.micro_tokens // self.unit(cfg)[0]), self.units(cfg, ranks))
         return math.ceil(self.units(cfg, ranks) / size), size
+
+
+def path_of(cfg: Config) -> Path:
+    """The path that train.py takes, for a model that can (lm.share_prefix)."""
+    shared = cfg.share_prefix and cfg.attention in ("auto", "sdpa")
+    return Path(shared, lm.CHUNK if shared else 0, cfg.checkpointing)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -149,10 +165,12 @@ def width(cfg: Config) -> int:
 
 
 def passes(cfg: Config) -> dict[str, int]:
-    """Forward passes without gradient over the step's rows: old log-probs, reference, values (as train.measure)."""
+    """Forward passes without gradient over the step's rows: old log-probs, reference, values (as train.measure). Old ones that
+    the update alone needs are those of its first pass."""
     method = resolve(cfg)
-    recompute = cfg.old_logp == "recompute" or cfg.tis > 0 or (cfg.old_logp == "auto" and cfg.mu > 1 and width(cfg) < 4)
-    old = method.source == "pairs" or (method.ratio != "none" and recompute)
+    recompute = cfg.old_logp == "recompute" or (cfg.old_logp == "auto" and cfg.mu > 1 and width(cfg) < 4)
+    early = cfg.tis > 0 or (recompute and (cfg.smoothing > 0 or cfg.kl_in == "reward"))
+    old = method.source == "pairs" or (method.ratio != "none" and early)
     return {
         "old": int(old),
         "reference": int(bool(cfg.beta or cfg.kl_fuse)),
@@ -166,17 +184,17 @@ def passes(cfg: Config) -> dict[str, int]:
 
 def state(s: Shape, cfg: Config, ranks: int) -> dict[str, float]:
     """Bytes that stay for the whole run, sharded over ranks: 4 per parameter for fp32 master weights, 8 for AdamW's two
-    moments; 4 for a reference; 12 for a critic (a body without head, a value per hidden unit). The reference's root is
-    never resharded after its first forward (FSDP2), so it stays whole in the compute type."""
+    moments (4 in bfloat16); 4 for a reference; as much as the policy for a critic (a body without head, a value per hidden
+    unit). The reference's root is never resharded after its first forward (FSDP2), so it stays whole in the compute type."""
     c, has = width(cfg), passes(cfg)
-    tied = s.root < 2 * s.vocab * s.hidden
-    body = s.params - (0 if tied else s.vocab * s.hidden) + s.hidden + 1
+    moments = 4 if cfg.optimizer_dtype == "bfloat16" else 8
+    body = s.params - (0 if s.tied else s.vocab * s.hidden) + s.hidden + 1
     kept = c * s.root if ranks > 1 else 0
     return {
         "master weights (fp32)": 4 * s.params / ranks,
-        "AdamW moments (fp32)": 8 * s.params / ranks,
+        f"AdamW moments ({'bf16' if moments == 4 else 'fp32'})": moments * s.params / ranks,
         "reference": has["reference"] * (4 * s.params / ranks + kept),
-        "critic and its moments": has["critic"] * 12 * body / ranks,
+        "critic and its moments": has["critic"] * (4 + moments) * body / ranks,
     }
 
 
@@ -204,7 +222,8 @@ def saved_per_token(s: Shape, cfg: Config, ranks: int, path: Path) -> float:
 
         2 h (4 + r)         two RMS norms: their input in fp32 and the normalised one
         n h c               inputs of q, k, v, gate, up: n = 2 shared ones, or 5 copies where autocast casts each
-        (2 H + 2 R) d c     queries, output, and keys and values of R heads: H if repeated (padded rows under sdpa), else K
+        (2 H + 2 R) d c     queries, output, and keys and values of R heads: H if repeated (padded rows under sdpa), else K;
+                            a packed row keeps no scores and copies no prompt
         4 H                 log-sum-exp
         W c                 the mask of a padded row of W tokens (sdpa; a bool mask is cast in every block)
         (H + K) d (4 + c)   norms of queries and keys, where there are (Qwen3)
@@ -213,7 +232,7 @@ def saved_per_token(s: Shape, cfg: Config, ranks: int, path: Path) -> float:
     c = width(cfg)
     r = c if ranks > 1 else 4
     flash = cfg.attention == "flash_attention_2"
-    padded, unit = not (flash or path.shared), path.unit(cfg)[0]
+    padded, unit = not (flash or path.shared), path.fed(cfg)
     out = 2 * s.hidden * (4 + r) + (2 if r == c else 5) * s.hidden * c + 4 * s.ffn * c + 4 * s.heads
     out += (2 * s.heads + 2 * (s.heads if padded else s.kv_heads)) * s.head_dim * c
     if s.qk_norm:
@@ -230,43 +249,64 @@ def activations(s: Shape, cfg: Config, ranks: int, path: Path, units: int) -> fl
     checkpointing only its input, r per hidden unit; and 4 + r per hidden unit of the last norm."""
     r = width(cfg) if ranks > 1 else 4
     block = r * s.hidden if path.checkpointing else saved_per_token(s, cfg, ranks, path)
-    return units * path.unit(cfg)[0] * (s.layers * block + s.hidden * (4 + r))
+    return units * path.fed(cfg) * (s.layers * block + s.hidden * (4 + r))
 
 
 def working(s: Shape, cfg: Config, ranks: int, path: Path, units: int) -> float:
-    """Bytes that the backward pass of one block takes on top: 2 f c per token for gradients inside its feed-forward, and
-    with checkpointing what its second forward keeps."""
+    """Bytes that the backward pass of one block takes on top: 2 f c per token for gradients inside its feed-forward, or what
+    attention takes, and with checkpointing what its second forward keeps. Under them lies the gradient of the head, V h
+    numbers, which waits for that of the embeddings where they are one matrix, and under FSDP2 always."""
+    c, tokens = width(cfg), units * path.fed(cfg)
     block = saved_per_token(s, cfg, ranks, path) if path.checkpointing else 0
-    return units * path.unit(cfg)[0] * (2 * s.ffn * width(cfg) + block)
+    head = s.vocab * s.hidden * (c if ranks > 1 else 4 * s.tied)
+    return head + tokens * block + max(2 * tokens * s.ffn * c, attention(s, cfg, path, units))
+
+
+def attention(s: Shape, cfg: Config, path: Path, units: int) -> float:
+    """Bytes of model.attend on a GPU: 12 per score of one call, fp32, in H heads. A call takes all prompts of one length (here:
+    all), P x P each, or what continues one prompt, G (R - 1) x P, or completions of one length. On a CPU, and on the plain
+    path, kernels keep none."""
+    if not path.shared:
+        return 0.0
+    rows, p, r = samples(cfg), cfg.max_prompt, cfg.max_new_tokens - 1
+    return 12 * s.heads * max(units * p * p, rows * r * p, units * rows * r * r)
 
 
 def logits(s: Shape, cfg: Config, path: Path, units: int) -> float:
     """Bytes of the head at their highest. Plain: logits in the compute type, divided ones, log-softmax, and three passing
-    copies for the entropy, fp32 each: c + 20 per logit (4 of them are kept for the backward pass). In chunks: two of them,
-    and the gradient of the head's V h weights, made in the same pass in fp32 (in bfloat16 with two copies beside it)."""
-    c = width(cfg)
+    copies for the entropy, fp32 each: c + 20 per logit (4 of them are kept for the backward pass). In chunks: one buffer and
+    a quarter (in bfloat16 a half) of it, the gradient of the head's V h weights, made in the same pass in fp32 (in bfloat16
+    with a product beside it), and for every position its hidden state and that one's gradient."""
+    c, positions = width(cfg), units * path.unit(cfg)[1]
     if path.chunk:
-        return 2 * path.chunk + (4 + 2 * c * (c < 4)) * s.vocab * s.hidden
-    return (c + 20) * units * path.unit(cfg)[1] * s.vocab
+        buffer = 4 * s.vocab * min(positions, max(1, path.chunk // (4 * s.vocab)))
+        low = c if c < 4 else 0
+        return buffer * (1.5 if low else 1.25) + (4 + low) * s.vocab * s.hidden + (8 + low) * positions * s.hidden
+    return (c + 20) * positions * s.vocab
 
 
 def rollout(s: Shape, cfg: Config, ranks: int, rows: int) -> dict[str, float]:
-    """Bytes of decoding `rows` rows: their keys and values (per token layers x 2 x kv_heads x head_dim x c, and one more
-    layer that is being copied), c + 20 per logit of a row for the sampler, and at most one block's activations of the
+    """Bytes of decoding `rows` rows: keys and values of their prompts, once each, and of max_new_tokens per row (layers x 2 x
+    kv_heads x head_dim x c per token, and one more layer that is being copied); 3 c + 4 per score of a step's attention in
+    one layer; old and new logits and what the sampler takes of them at a time; and at most one block's activations of the
     prompts' prefill."""
-    c, total = width(cfg), cfg.max_prompt + cfg.max_new_tokens
-    prefilled = math.ceil(rows / max(1, decoded(cfg))) * cfg.max_prompt
+    c, prompt, new = width(cfg), cfg.max_prompt, cfg.max_new_tokens
+    n = math.ceil(rows / max(1, decoded(cfg)))
+    words = rows * s.vocab
     return {
-        "KV cache": rows * total * c * s.kv_numbers * (1 + 1 / s.kv_layers),
-        "sampler": rows * s.vocab * (c + 20),
-        "prefill": prefilled * saved_per_token(s, cfg, ranks, Path()),
+        "KV cache": (n * prompt + rows * new) * c * s.kv_numbers * (1 + 1 / s.kv_layers),
+        "scores of a token": rows * s.heads * (prompt + new) * (3 * c + 4 if c < 4 else 12),
+        "sampler": words * 2 * c + 12 * min(words, max(s.vocab, SAMPLED)),
+        "prefill": n * prompt * saved_per_token(s, cfg, ranks, Path()),
     }
 
 
 def in_flight(cfg: Config, ranks: int) -> int:
-    """Rows decoded at once on a rank."""
-    room = max(1, cfg.kv_tokens // (cfg.max_prompt + cfg.max_new_tokens))
-    return min(room, prompts(cfg, ranks) * decoded(cfg))
+    """Rows decoded at once on a rank, as rollout.admit lets them in: whole groups, or a part of one where none fits."""
+    rows, prompt, new = decoded(cfg), cfg.max_prompt, cfg.max_new_tokens
+    groups = cfg.kv_tokens // (prompt + rows * new)
+    part = max(1, (cfg.kv_tokens - prompt) // new)
+    return min(groups or 1, prompts(cfg, ranks)) * (rows if groups else min(rows, part))
 
 
 def micro_batch(s: Shape, cfg: Config, ranks: int, path: Path, units: int) -> float:
@@ -277,29 +317,29 @@ def micro_batch(s: Shape, cfg: Config, ranks: int, path: Path, units: int) -> fl
 
 def peaks(s: Shape, cfg: Config, ranks: int, path: Path) -> dict[str, float]:
     """Bytes per rank at the highest point of the start (every rank loads every model whole, in fp32, before any is sharded),
-    of rollout, update and AdamW's step (whose square roots take 4 bytes per parameter)."""
+    of rollout, update and AdamW's step (in place; with moments in bfloat16 16 bytes for every number of the largest matrix)."""
     always, grads = sum(state(s, cfg, ranks).values()), gradients(s, cfg, ranks)
     in_rollout, in_update = gathered(s, cfg, ranks)
     rows, has = in_flight(cfg, ranks), passes(cfg)
+    apart = 16 * s.vocab * s.hidden / ranks if cfg.optimizer_dtype == "bfloat16" else 0.0
     return {
         "start": 4 * s.params * (1 + has["reference"] + has["critic"]),
         "rollout": always + in_rollout + sum(rollout(s, cfg, ranks, rows).values()) if rows else 0.0,
         "update": always + grads + in_update + micro_batch(s, cfg, ranks, path, path.micro(cfg, ranks)[1]),
-        "AdamW step": always + grads + 4 * s.params / ranks,
+        "AdamW step": always + grads + apart,
     }
 
 
 def largest(s: Shape, cfg: Config, ranks: int, path: Path, room: float) -> tuple[int, int]:
     """(kv_tokens, micro_tokens) that fit into `room` bytes per rank, in whole groups and whole units; 0: not even one."""
     always, (in_rollout, in_update) = sum(state(s, cfg, ranks).values()), gathered(s, cfg, ranks)
-    rows, groups = decoded(cfg), 0
-    if rows:
-        groups = (room - always - in_rollout) // sum(rollout(s, cfg, ranks, rows).values())
+    rows, many = decoded(cfg), range(1, 10**7)
+    groups = bisect.bisect(
+        many, room - always - in_rollout, key=lambda n: sum(rollout(s, cfg, ranks, n * rows).values())
+    )
     left = room - always - gradients(s, cfg, ranks) - in_update
-    kept, head = activations(s, cfg, ranks, path, 1), logits(s, cfg, path, 1)
-    units = min((left - head) // kept if path.chunk else left // (kept + head),
-                left // (kept + working(s, cfg, ranks, path, 1)))  # fmt: skip
-    return max(0, int(groups)) * rows * (cfg.max_prompt + cfg.max_new_tokens), max(0, int(units)) * path.unit(cfg)[0]
+    units = bisect.bisect(many, left, key=lambda n: micro_batch(s, cfg, ranks, path, n))
+    return groups * bool(rows) * (cfg.max_prompt + rows * cfg.max_new_tokens), units * path.unit(cfg)[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -357,7 +397,7 @@ def seconds(s: Shape, cfg: Config, ranks: int, path: Path, m: Machine) -> dict[s
     one = forward_flops(s, *tokens, p, r) / m.flops
     out = {"prefill": 0.0, "decode": 0.0}
     if decoded(cfg):
-        read = (c * s.params + rows * (p + r / 2) * s.kv_numbers * c) / m.hbm
+        read = c * (s.params + (rows / decoded(cfg) * p + rows * r / 2) * s.kv_numbers) / m.hbm
         product = forward_flops(s, 0, rows, p, r) / m.flops
         waves = math.ceil(n * decoded(cfg) / rows)
         out = {"prefill": forward_flops(s, n * p, 0, p, r) / m.flops,
@@ -426,7 +466,7 @@ def memory_table(s: Shape, cfg: Config, ranks: list[int], path: Path, room: floa
 
 def path_table(s: Shape, cfg: Config, ranks: int, room: float, m: Machine) -> str:
     """The update with and without checkpointing, plain and with shared prefixes, at one number of ranks."""
-    paths = [Path(shared, CHUNK if shared else 0, check) for shared in (False, True) for check in (False, True)]
+    paths = [Path(shared, lm.CHUNK if shared else 0, check) for shared in (False, True) for check in (False, True)]
     tokens = [p.unit(cfg)[0] * p.units(cfg, ranks) for p in paths]
     micro = [p.micro(cfg, ranks) for p in paths]
     rows = [
@@ -457,7 +497,7 @@ def step_table(s: Shape, cfg: Config, ranks: list[int], path: Path, room: float,
 
 def report(cfg: Config, ranks: int = 1, m: Machine = Machine()) -> str:
     """The whole plan as text of at most 100 columns."""
-    config, path = model_config(cfg), Path(checkpointing=cfg.checkpointing)
+    config, path = model_config(cfg), path_of(cfg)
     lm.check_positions(cfg, config)
     try:
         s, c = shape_of(config), width(cfg)
@@ -477,7 +517,7 @@ def report(cfg: Config, ranks: int = 1, m: Machine = Machine()) -> str:
         memory_table(s, cfg, worlds, path, room),
         path_table(s, cfg, ranks if ranks in worlds else worlds[0], room, m),
         step_table(s, cfg, worlds, path, room, m),
-        ASSUMED.format(m=m, flops=m.flops / 1e12, hbm=m.hbm / 1e12, nvlink=m.nvlink / GB, nic=m.nic / GB, chunk=CHUNK // 2**20,
+        ASSUMED.format(m=m, flops=m.flops / 1e12, hbm=m.hbm / 1e12, nvlink=m.nvlink / GB, nic=m.nic / GB, chunk=lm.CHUNK // 2**20,
                        far=m.receive(m.node + 1) / GB, hop=m.hop * 1e6, launch=m.launch * 1e3),
     ])  # fmt: skip
 

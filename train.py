@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 import data
 import model as lm
+import optim
 import plan
 import rewards
 from config import Config, fail, parse
@@ -546,12 +547,15 @@ def start_model(policy: Policy, cfg: Config, device: torch.device):
     return model
 
 
-def optimizer_for(model, critic, cfg: Config) -> torch.optim.AdamW:
+def optimizer_for(model, critic, cfg: Config) -> torch.optim.Optimizer:
     """AdamW over the policy and, in a group of its own, the critic; factor: of the learning rate."""
     groups = [{"params": list(model.parameters()), "factor": low_rate(cfg.low_lr_gamma)}]
     if critic is not None:
         groups.append({"params": list(critic.parameters()), "factor": cfg.critic_lr})
-    return torch.optim.AdamW(groups, cfg.lr, (0.9, cfg.adam_beta2), weight_decay=cfg.weight_decay, fused=True)
+    how = {"lr": cfg.lr, "betas": (0.9, cfg.adam_beta2), "weight_decay": cfg.weight_decay}
+    if cfg.optimizer_dtype == "bfloat16":
+        return optim.AdamW(groups, seed=cfg.seed, **how)
+    return torch.optim.AdamW(groups, fused=True, **how)
 
 
 def learning_rate(cfg: Config, step: int) -> float:
