@@ -2,6 +2,7 @@
 
     python train.py --config configs/hotpotqa.yaml --init Qwen/Qwen3-4B-Instruct-2507 --plan
     python train.py --init DIR --batch_size 512 --checkpointing --plan --plan_ranks 8 64 512 --plan_gb 141
+    python plan.py DIR DIR --method fgrpo --checkpointing        what fits on which cards, as a table
 
 Nothing is trained, written or loaded but the model's config (parameters are counted on the meta device). Every prompt
 counts as max_prompt tokens and every completion as max_new_tokens: an upper bound. Formulas are for blocks of the Llama
@@ -13,13 +14,14 @@ tenth free), the CUDA context (about 1 GB), experts, tensor and pipeline paralle
 import bisect
 import math
 import os
+import sys
 from dataclasses import dataclass, replace
 
 import torch
 
 import data
 import model as lm
-from config import Config, fail
+from config import Config, fail, parse
 from losses import resolve
 from rollout import CHUNK as SAMPLED  # words that the sampler takes at a time
 
@@ -253,13 +255,14 @@ def activations(s: Shape, cfg: Config, ranks: int, path: Path, units: int) -> fl
 
 
 def working(s: Shape, cfg: Config, ranks: int, path: Path, units: int) -> float:
-    """Bytes that the backward pass of one block takes on top: 2 f c per token for gradients inside its feed-forward, or what
-    attention takes, and with checkpointing what its second forward keeps. Under them lies the gradient of the head, V h
-    numbers, which waits for that of the embeddings where they are one matrix, and under FSDP2 always."""
+    """Bytes that one block takes on top: 2 f c per token for gradients inside its feed-forward, or what attention takes, while
+    the 4 f c that the feed-forward keeps are not there; and with checkpointing what its second forward keeps. Under them lies
+    the gradient of the head, V h numbers, which waits for that of the embeddings where they are one matrix, and under FSDP2
+    always."""
     c, tokens = width(cfg), units * path.fed(cfg)
     block = saved_per_token(s, cfg, ranks, path) if path.checkpointing else 0
     head = s.vocab * s.hidden * (c if ranks > 1 else 4 * s.tied)
-    return head + tokens * block + max(2 * tokens * s.ffn * c, attention(s, cfg, path, units))
+    return head + tokens * block + max(2 * tokens * s.ffn * c, attention(s, cfg, path, units) - 4 * tokens * s.ffn * c)
 
 
 def attention(s: Shape, cfg: Config, path: Path, units: int) -> float:
@@ -274,31 +277,36 @@ def attention(s: Shape, cfg: Config, path: Path, units: int) -> float:
 
 def logits(s: Shape, cfg: Config, path: Path, units: int) -> float:
     """Bytes of the head at their highest. Plain: logits in the compute type, divided ones, log-softmax, and three passing
-    copies for the entropy, fp32 each: c + 20 per logit (4 of them are kept for the backward pass). In chunks: one buffer and
-    a quarter (in bfloat16 a half) of it, the gradient of the head's V h weights, made in the same pass in fp32 (in bfloat16
-    with a product beside it), and for every position its hidden state and that one's gradient."""
+    copies for the entropy, fp32 each: c + 20 per logit (4 of them are kept for the backward pass). In chunks: a buffer, copies of
+    up to half a chunk, the gradient of the head's V h weights, made in the same pass in fp32 (in bfloat16 with a product
+    beside it), and for every position its hidden state and that one's gradient."""
     c, positions = width(cfg), units * path.unit(cfg)[1]
     if path.chunk:
         buffer = 4 * s.vocab * min(positions, max(1, path.chunk // (4 * s.vocab)))
         low = c if c < 4 else 0
-        return buffer * (1.5 if low else 1.25) + (4 + low) * s.vocab * s.hidden + (8 + low) * positions * s.hidden
+        return buffer + min(buffer, path.chunk // 2) + (4 + low) * s.vocab * s.hidden + (8 + low) * positions * s.hidden
     return (c + 20) * positions * s.vocab
 
 
 def rollout(s: Shape, cfg: Config, ranks: int, rows: int) -> dict[str, float]:
     """Bytes of decoding `rows` rows: keys and values of their prompts, once each, and of max_new_tokens per row (layers x 2 x
     kv_heads x head_dim x c per token, and one more layer that is being copied); 3 c + 4 per score of a step's attention in
-    one layer; old and new logits and what the sampler takes of them at a time; and at most one block's activations of the
-    prompts' prefill."""
+    one layer; old and new logits and what the sampler makes of some at a time. And, before these, of the prefill: the prompts'
+    keys and values and one block's 3 f c + h (4 + 4 c) per token."""
     c, prompt, new = width(cfg), cfg.max_prompt, cfg.max_new_tokens
-    n = math.ceil(rows / max(1, decoded(cfg)))
-    words = rows * s.vocab
+    n, words = math.ceil(rows / max(1, decoded(cfg))), rows * s.vocab
     return {
         "KV cache": (n * prompt + rows * new) * c * s.kv_numbers * (1 + 1 / s.kv_layers),
         "scores of a token": rows * s.heads * (prompt + new) * (3 * c + 4 if c < 4 else 12),
-        "sampler": words * 2 * c + 12 * min(words, max(s.vocab, SAMPLED)),
-        "prefill": n * prompt * saved_per_token(s, cfg, ranks, Path()),
+        "sampler": words * 2 * c + 8 * min(words, max(s.vocab, SAMPLED)),
+        "prefill": n * prompt * (c * s.kv_numbers + 3 * s.ffn * c + s.hidden * (4 + 4 * c)),
     }
+
+
+def decoding(s: Shape, cfg: Config, ranks: int, rows: int) -> float:
+    """Highest bytes of a rollout: of its prefill, or of a token."""
+    first = (parts := rollout(s, cfg, ranks, rows)).pop("prefill")
+    return max(first, sum(parts.values()))
 
 
 def in_flight(cfg: Config, ranks: int) -> int:
@@ -324,7 +332,7 @@ def peaks(s: Shape, cfg: Config, ranks: int, path: Path) -> dict[str, float]:
     apart = 16 * s.vocab * s.hidden / ranks if cfg.optimizer_dtype == "bfloat16" else 0.0
     return {
         "start": 4 * s.params * (1 + has["reference"] + has["critic"]),
-        "rollout": always + in_rollout + sum(rollout(s, cfg, ranks, rows).values()) if rows else 0.0,
+        "rollout": always + in_rollout + decoding(s, cfg, ranks, rows) if rows else 0.0,
         "update": always + grads + in_update + micro_batch(s, cfg, ranks, path, path.micro(cfg, ranks)[1]),
         "AdamW step": always + grads + apart,
     }
@@ -334,9 +342,7 @@ def largest(s: Shape, cfg: Config, ranks: int, path: Path, room: float) -> tuple
     """(kv_tokens, micro_tokens) that fit into `room` bytes per rank, in whole groups and whole units; 0: not even one."""
     always, (in_rollout, in_update) = sum(state(s, cfg, ranks).values()), gathered(s, cfg, ranks)
     rows, many = decoded(cfg), range(1, 10**7)
-    groups = bisect.bisect(
-        many, room - always - in_rollout, key=lambda n: sum(rollout(s, cfg, ranks, n * rows).values())
-    )
+    groups = bisect.bisect(many, room - always - in_rollout, key=lambda n: decoding(s, cfg, ranks, n * rows))
     left = room - always - gradients(s, cfg, ranks) - in_update
     units = bisect.bisect(many, left, key=lambda n: micro_batch(s, cfg, ranks, path, n))
     return groups * bool(rows) * (cfg.max_prompt + rows * cfg.max_new_tokens), units * path.unit(cfg)[0]
@@ -522,6 +528,24 @@ def report(cfg: Config, ranks: int = 1, m: Machine = Machine()) -> str:
     ])  # fmt: skip
 
 
+def fits(cfg: Config, folders: list[str]) -> str:
+    """Markdown table: the largest kv_tokens and micro_tokens, in thousands, for models on cards, with a tenth of the memory and
+    1 GB kept free; no: not even one group of either, or AdamW's step, fits. Starts are left out (a second model on the way)."""
+    cards = {"1 x 24 GB": (1, 24e9), "1 x 80 GB": (1, 80e9), "8 x 80 GB": (8, 80e9)}
+    out = [f"| Qwen3 | moments | {' | '.join(cards)} |", "|---|---|" + "---|" * len(cards)]
+    for folder in folders:
+        for kind in ("float32", "bfloat16"):
+            now = replace(cfg, init=folder, optimizer_dtype=kind)
+            s, path, cells = shape_of(model_config(now)), path_of(now), []
+            for ranks, size in cards.values():
+                room = 0.9 * size - GB
+                kv, micro = largest(s, now, ranks, path, room)
+                good = kv and micro and peaks(s, now, ranks, path)["AdamW step"] < room
+                cells.append(f"{kv / 1000:,.0f}k, {micro / 1000:,.0f}k" if good else "no")
+            out.append(f"| {folder.split('-')[-1].upper()} | {kind} | {' | '.join(cells)} |")
+    return "\n".join(out)
+
+
 def show(cfg: Config, ranks: int) -> None:
     """What `train.py --plan` does: print the report, once under torchrun. With --resume: of the run's last checkpoint."""
     if int(os.environ.get("RANK", 0)) == 0:
@@ -544,3 +568,8 @@ node of {m.node}, {far:g} GB/s across nodes (a card of {nic:g} GB/s per rank, th
 rank of a ring; {launch:g} ms to launch a layer of a decoding step. The update's products hide communication
 as far as they last. Shared prefix: {chunk} MiB of logits at once. limit: what takes longest;
 memory: these settings do not fit; batch: fewer prompts than ranks, which train.py refuses."""
+
+
+if __name__ == "__main__":  # python plan.py FOLDER ... [flags of train.py]: what fits where
+    flags = next((i for i, word in enumerate(sys.argv) if word.startswith("--")), len(sys.argv))
+    print(fits(parse(sys.argv[flags:]), sys.argv[1:flags]))

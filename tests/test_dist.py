@@ -27,7 +27,7 @@ RUNS = {  # tied embeddings start from the taught model, untied ones from scratc
     "fgrpo": "--method fgrpo --lr 1e-4 --steps 2 --mu 2 --beta 0.1 --old_logp recompute --eval_every 1 --save_every 1 "
     "--keep 9 --eval_examples 5 --micro_tokens 70 --grad_clip 0.05 --log_samples 6 --init SFT",
     "sft": "--method sft --lr 1e-4 --steps 2 --tie false --tokenizer byte --max_prompt 160 --max_new_tokens 160 "
-    "--layers 2 --micro_tokens 300 --batch_size 6 --eval_examples 3 --checkpointing true",
+    "--layers 2 --micro_tokens 300 --batch_size 6 --eval_examples 3 --checkpointing true --optimizer_dtype bfloat16",
 }
 TIMEOUT = 200  # seconds for everything under torchrun: a hang is the usual failure
 

@@ -8,16 +8,19 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from test_methods import Step, nets
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 import model as lm
 import plan
+import rollout as sampling
 from config import Config, check, parse
 from train import optimizer_for
 
@@ -124,6 +127,93 @@ def test_activations_are_within_a_twentieth_of_what_autograd_keeps(kind, compute
         assert got == pytest.approx(expected, rel=0.05), (width, got / expected)
 
 
+@pytest.mark.parametrize("compute", ["float32", "autocast", "bf16 weights"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2"])
+def test_packed_activations_are_within_a_thirtieth(kind, compute):
+    """The same of the packed path: each prompt once, no scores, no copies; without logits, which it does not keep."""
+    cfg = settings(dtype="float32" if compute == "float32" else "bfloat16")
+    ranks, net = 2 if compute == "bf16 weights" else 1, net_of(kind)
+    assert lm.share_prefix(net, cfg) == ""
+    net = net.bfloat16() if ranks == 2 else net
+    s, tokens, path = plan.shape_of(KINDS[kind]), torch.full((4, 16), 7), plan.path_of(cfg)
+    for width in (32, 96):
+        cfg.max_prompt = width
+        args = (
+            net,
+            [[5] * width] * 2,
+            tokens,
+            tokens > 0,
+            torch.tensor([0, 0, 1, 1]),
+            lambda rows, logp, h: logp.sum(),
+        )
+        got = kept(net, lambda args=args: lm.completion_loss(*args, dtype=getattr(torch, cfg.dtype), entropy=True))
+        assert path.shared and got == pytest.approx(plan.activations(s, cfg, ranks, path, 2), rel=0.033), width
+
+
+def allocated(work) -> int:
+    """Highest bytes allocated inside, beyond those that were there."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
+        work()
+    now = top = 0
+    events = [e for e in watch.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        top = max(top, now)
+    return top
+
+
+@pytest.mark.parametrize("prompt, vocab, tie", [(96, 300, False), (256, 300, True), (96, 3000, True)])
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_peak_of_a_packed_micro_batch_is_what_the_allocator_sees(checkpointing, flash, prompt, vocab, tie, monkeypatch):
+    """Within 6 %, where the blocks are the most, or the scores of attention (256 tokens, without the flash attention of a CPU:
+    as on a GPU), or the chunks of logits (3,000 words)."""
+    config = LlamaConfig(**(SIZES | {"vocab_size": vocab}), tie_word_embeddings=tie)
+    cfg = settings(dtype="float32", max_prompt=prompt, group_size=4, checkpointing=checkpointing)
+    s, tokens, group = plan.shape_of(config), torch.full((8, 16), 7), torch.arange(2).repeat_interleave(4)
+    monkeypatch.setattr(lm, "FLASH", flash)
+    if flash:
+        monkeypatch.setattr(plan, "attention", lambda *_: 0.0)
+    if vocab == 3000 and checkpointing:
+        monkeypatch.setattr(lm, "CHUNK", 2**19)
+    torch.manual_seed(0)
+    net = AutoModelForCausalLM.from_config(config).train()
+    assert lm.share_prefix(net, cfg) == "" and s.tied == tie
+    if checkpointing:
+        net.gradient_checkpointing_enable({"use_reentrant": False})
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)  # allocated before, so that only the micro-batch is measured
+    args = (net, [[5] * prompt] * 2, tokens, tokens > 0, group, lambda rows, logp, h: logp.sum())
+    top = allocated(lambda: lm.completion_loss(*args, entropy=True).backward())
+    assert top == pytest.approx(plan.micro_batch(s, cfg, 1, plan.path_of(cfg), 2), rel=0.06)
+
+
+@pytest.mark.parametrize("prompt, new, rows, vocab", [(96, 8, 4, 300), (32, 64, 8, 300), (32, 64, 8, 3000)])
+def test_peak_of_a_rollout_is_what_the_allocator_sees(prompt, new, rows, vocab):
+    """Where the prefill is the most, the cache, and the logits: within a tenth, without the layer that is copied
+    where rows join late."""
+    config = LlamaConfig(**(SIZES | {"vocab_size": vocab}))
+    cfg = settings(dtype="float32", max_prompt=prompt, max_new_tokens=new, group_size=rows, batch_size=8)
+    net, s, texts = (
+        AutoModelForCausalLM.from_config(config),
+        plan.shape_of(config),
+        [[5 + i] * prompt for i in range(8)],
+    )
+    top = allocated(lambda: sampling.rollout(net, texts, rows, [], max_new_tokens=new, kv_tokens=10**6))
+    first = (parts := plan.rollout(s, cfg, 1, 8 * rows)).pop("prefill")
+    parts["KV cache"] *= s.kv_layers / (s.kv_layers + 1)
+    assert top == pytest.approx(max(first, sum(parts.values())), rel=0.1)
+    assert max(first, sum(parts.values())) <= plan.decoding(s, cfg, 1, 8 * rows)
+
+
+@pytest.mark.parametrize("kv_tokens", [1, 50, 99, 1000, 1100, 1400, 3000, 10**6])
+def test_rows_in_flight_are_those_that_the_rollout_lets_in(kv_tokens):
+    """8 prompts of 100 tokens, 16 samples of 20 each: whole groups, parts of one where none fits, one row at least."""
+    cfg = settings(max_prompt=100, max_new_tokens=20, group_size=16, batch_size=8, kv_tokens=kv_tokens)
+    pieces = sampling.admit([(i, 0, 16) for i in range(8)], [[5] * 100] * 8, 20, kv_tokens, shared=True)
+    assert plan.in_flight(cfg, 1) == sum(end - first for _, first, end in pieces)
+
+
 @pytest.mark.parametrize("vocab", [300, 3000])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_peak_of_a_micro_batch_is_what_the_allocator_sees(checkpointing, vocab):
@@ -138,14 +228,8 @@ def test_peak_of_a_micro_batch_is_what_the_allocator_sees(checkpointing, vocab):
         net.gradient_checkpointing_enable({"use_reentrant": False})
     for p in net.parameters():
         p.grad = torch.zeros_like(p)  # allocated before, so that only the micro-batch is measured
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
-        logp, _ = lm.completion_logp(net, [[5] * 96, [5] * 88], tokens, tokens > 0, group, entropy=True)
-        logp.sum().backward()
-    now = top = 0
-    events = [e for e in watch.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        top = max(top, now)
+    args = (net, [[5] * 96, [5] * 88], tokens, tokens > 0, group)
+    top = allocated(lambda: lm.completion_logp(*args, entropy=True)[0].sum().backward())
     expected = plan.micro_batch(s, cfg, 1, path, 8)
     assert top == pytest.approx(expected, rel=0.1 if checkpointing else 0.05), top / expected
 
@@ -177,13 +261,15 @@ def eight_ranks():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3 tied"])
-def test_bytes_and_collectives_of_a_step(kind, dtype, eight_ranks):
+@pytest.mark.parametrize("shared", [False, True])
+def test_bytes_and_collectives_of_a_step(shared, kind, dtype, eight_ranks):
     """A rollout, a reference pass and two micro-batches under FSDP2, after a step of warming up: within 1 % (FSDP2 pads
     what 8 ranks do not divide), and the number of collectives to the last one."""
     cfg, compute = settings(dtype=dtype, batch_size=16, micro_tokens=48 * 2, beta=0.1), getattr(torch, dtype)
-    s, path = plan.shape_of(KINDS[kind]), plan.Path()
-    assert path.micro(cfg, 8) == (2, 2)
-    net, reference = (lm.shard(net_of(kind), compute) for _ in range(2))
+    s, path, nets = plan.shape_of(KINDS[kind]), plan.Path(shared), [net_of(kind) for _ in range(2)]
+    assert path.micro(cfg, 8) == (2, 1 if shared else 2)
+    assert not shared or [lm.share_prefix(net, cfg) for net in nets] == ["", ""]
+    net, reference = (lm.shard(net, compute) for net in nets)
     tokens, group = torch.full((2, 16), 7), torch.arange(2)
     args = ([[5] * 32, [5] * 24], tokens, tokens > 0, group)
     for _ in range(2):
@@ -193,12 +279,12 @@ def test_bytes_and_collectives_of_a_step(kind, dtype, eight_ranks):
                 net(input_ids=tokens)
         for _ in range(2):
             with wires["no grad"], torch.no_grad():
-                lm.completion_logp(reference, *args, dtype=compute)
+                lm.constant_logp(reference, *args, dtype=compute)
         for _ in range(2):
             with wires["forward"]:
-                logp, _ = lm.completion_logp(net, *args, dtype=compute)
+                loss = lm.completion_loss(net, *args, lambda rows, logp, h: logp.sum(), dtype=compute)
             with wires["backward"]:
-                logp.sum().backward()
+                loss.backward()
     counted = {k: w.bytes["_allgather_base_"] * 7 / 8 for k, w in wires.items()}
     counted["gradients"] = wires["backward"].bytes["_reduce_scatter_base_"] * 7 / 8
     assert counted == pytest.approx(plan.received(s, cfg, 8, path), rel=0.01)
@@ -211,8 +297,8 @@ def test_largest_batch_fits_and_one_more_does_not():
     for path in (
         plan.Path(),
         plan.Path(checkpointing=True),
-        plan.Path(True, plan.CHUNK),
-        plan.Path(True, plan.CHUNK, True),
+        plan.Path(True, lm.CHUNK),
+        plan.Path(True, lm.CHUNK, True),
     ):
         cfg = settings(max_prompt=1000, max_new_tokens=24, group_size=8, batch_size=8 * 10**6)
         kv, micro = plan.largest(s, cfg, 8, path, 60e9)
@@ -233,16 +319,39 @@ def test_shared_prefix_counts_each_prompt_once():
 
 
 def test_methods_pay_for_their_models():
-    """A reference with beta, a critic with ppo, no cache without sampling, a second policy pass for old log-probs."""
+    """A reference with beta, a critic with ppo, no cache without sampling, a second policy pass for old log-probs that
+    something needs before the update, half the moments in bfloat16."""
     s, plain = plan.shape_of(KINDS["llama"]), settings()
     beta, ppo = settings(beta=0.1), settings(method="ppo", group_size=1)
     assert plan.state(s, beta, 1)["reference"] == 4 * s.params and not plan.state(s, plain, 1)["reference"]
     assert plan.state(s, ppo, 1)["critic and its moments"] == 12 * (s.params - 300 * 64 + 65)
     sft = settings(method="sft")
     assert plan.in_flight(sft, 1) == 0 and plan.seconds(s, sft, 1, plan.Path(), plan.Machine())["decode"] == 0
-    old = settings(old_logp="recompute")
-    got = [plan.received(s, c, 4, plan.Path()) for c in (plain, old, beta)]
-    assert not got[0]["no grad"] and got[1]["no grad"] == got[2]["no grad"] > 0
+    late, early = settings(old_logp="recompute", mu=2), settings(tis=2.0)
+    got = [plan.received(s, c, 4, plan.Path())["no grad"] for c in (plain, late, early, beta)]
+    assert got[0] == got[1] == 0 < got[2] == got[3]
+    small = settings(optimizer_dtype="bfloat16")
+    assert (
+        plan.state(s, small, 1)["AdamW moments (bf16)"]
+        == 4 * s.params
+        == plan.state(s, plain, 1)["AdamW moments (fp32)"] / 2
+    )
+
+
+@pytest.mark.parametrize("text, passes", [
+    ("", 0), ("--old_logp recompute", 0), ("--old_logp recompute --mu 2", 0), ("--mu 2 --dtype bfloat16", 0), ("--tis 2", 1),
+    ("--old_logp recompute --smoothing 0.1", 1), ("--smoothing 0.1", 0), ("--beta 0.1", 1), ("--method ppo", 1),
+    ("--old_logp recompute --beta 0.1 --kl k1 --kl_in reward", 2), ("--method dpo", 2),
+])  # fmt: skip
+def test_passes_are_those_that_a_step_makes(text, passes, monkeypatch):
+    step, calls = Step("grpo", f"--micro_tokens 100000 {text}"), []
+    monkeypatch.setattr(lm, "constant_logp", lambda *a, **k: calls.append(1) or torch.zeros(12, 9))
+    monkeypatch.setattr(lm, "completion_values", lambda *a, **k: calls.append(1) or torch.zeros(12, 9))
+    step.look(
+        policy=SimpleNamespace(model=nets()[0].model, dtype=getattr(torch, step.cfg.dtype.replace("auto", "float32")))
+    )
+    step.cfg.dtype = step.cfg.dtype.replace("auto", "float32")
+    assert sum(plan.passes(step.cfg).values()) == len(calls) == passes
 
 
 def test_plan_prints_and_touches_nothing(tmp_path):
@@ -288,28 +397,32 @@ def test_the_tiny_model_needs_no_init(capsys):
     assert "the tiny model (qwen3)" in capsys.readouterr().out
 
 
+def rows_of(cfg) -> list[str]:
+    """Rows of the page's table, one per number of ranks."""
+    s, path, m, out = plan.shape_of(plan.model_config(cfg)), plan.path_of(cfg), plan.Machine(), []
+    for w in cfg.plan_ranks:
+        top, (kv, micro) = plan.peaks(s, cfg, w, path), plan.largest(s, cfg, w, path, 80e9)
+        held = sum(plan.state(s, cfg, w).values()) + plan.gradients(s, cfg, w)
+        seconds = plan.step_seconds(plan.seconds(s, cfg, w, path, m))
+        cells = [cfg.init.split("-")[-1].upper(), w, plan.gb(held), plan.gb(top["rollout"]), plan.gb(top["update"]), f"{kv:,}",
+                 f"{micro:,}", plan.gb(sum(plan.received(s, cfg, w, path).values())), f"{seconds:.1f}",
+                 plan.limit(s, cfg, w, path, 80e9, m)]  # fmt: skip
+        out.append(f"| {' | '.join(map(str, cells))} |")
+    return out
+
+
 def test_page_shows_what_the_command_prints(monkeypatch):
-    """docs/scale.md: the printed plan, and the row of every size and number of ranks."""
+    """docs/scale.md: the printed plan, the row of every size and number of ranks, and what fits where."""
     monkeypatch.chdir(ROOT)
     page = open(os.path.join(ROOT, "docs", "scale.md"), encoding="utf-8").read()
     command, shown = page.split("\n$ python train.py ")[1].split("\n", 1)
-    for name in PUBLISHED:
-        cfg = parse([*command.split(), "--init", f"tests/fixtures/qwen3-{name}"])
-        printed = plan.report(cfg) if name == "4b" else None
-        assert printed is None or shown.startswith(printed + "\n```")
-        s, path = (
-            plan.shape_of(AutoConfig.from_pretrained(os.path.join(FIXTURES, f"qwen3-{name}"))),
-            plan.Path(checkpointing=True),
-        )
-        for w in cfg.plan_ranks:
-            top = plan.peaks(s, cfg, w, path)
-            held = sum(plan.state(s, cfg, w).values()) + plan.gradients(s, cfg, w)
-            seconds = plan.step_seconds(plan.seconds(s, cfg, w, path, plan.Machine()))
-            kv, micro = plan.largest(s, cfg, w, path, 80e9)
-            cells = [name.upper(), w, plan.gb(held), plan.gb(top["rollout"]), plan.gb(top["update"]), f"{kv:,}", f"{micro:,}",
-                     plan.gb(sum(plan.received(s, cfg, w, path).values())), f"{seconds:.1f}",
-                     plan.limit(s, cfg, w, path, 80e9, plan.Machine())]  # fmt: skip
-            assert f"| {' | '.join(map(str, cells))} |" in page
+    folders = [f"tests/fixtures/qwen3-{name}" for name in PUBLISHED]
+    for folder in folders:
+        cfg = parse([*command.split(), "--init", folder])
+        if folder.endswith("4b"):
+            assert shown.startswith(plan.report(cfg) + "\n```")
+        assert all(line in page for line in rows_of(cfg))
+    assert plan.fits(parse(["--method", "fgrpo", "--checkpointing"]), folders) in page
 
 
 def test_deterministic_sets_the_switches_before_anything_is_loaded(monkeypatch):
