@@ -236,16 +236,17 @@ class Scale:
     sizes: list[int]
     shown: list[int]
     broadened: list[int]
-    seeds: int
+    seeds: list[int]
 
 
 SCALES = {
-    "small": Scale(Arm(actions=12_800, right=1_000), [2**k for k in range(1, 15)], [2, 64, 512, 16_384], [4, 8, 16, 512, 5_120], 2),
-    "paper": Scale(Arm(), [2**k for k in range(1, 18)], [2, 256, 8_192, 131_072], [4, 8, 16, 512, 51_200], 4),
+    "small": Scale(Arm(actions=12_800, right=1_000), [2**k for k in range(1, 15)], [2, 64, 512, 16_384], [4, 8, 16, 512, 5_120], [0, 1]),
+    "paper": Scale(Arm(), [2**k for k in range(1, 18)], [2, 256, 8_192, 131_072], [4, 8, 16, 512, 51_200], [0, 1, 2, 3]),
 }  # fmt: skip
 GAMMAS = [0.0, 1.0]
 SWEEPS = ["actions", "right", "z_anchor", "z_right"]
 VARIANTS = [(s, o) for s in ("ratio", "prob") for o in ("adam", "adamw")]
+BRORL = {"surrogate": "prob", "optimizer": "adamw", "lr": 1e-3}  # of 2510.01180
 
 
 def load(out: str, arm: Arm) -> dict | None:
@@ -413,12 +414,14 @@ def study_figures(path: str, scale: Scale, got: Results, seeds: list[int]) -> No
     figure, (a, b, c) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
     for g, style in zip(GAMMAS, ("-", "--")):
         for ax, column in ((a, "q"), (b, "retained")):
-            over_steps(ax, got, [replace(scale.start, n=n, gamma=g) for n in scale.shown], column, seeds, style, style == "-")
+            over_steps(
+                ax, got, [replace(scale.start, n=n, gamma=g) for n in scale.shown], column, seeds, style, style == "-"
+            )
     a.set(title="(a) mass of right actions", ylabel="Q")
     b.set(title="(b) retained right mass", ylabel="retained", ylim=(-0.02, 1.04))
     a.legend(title="solid: gamma 0\ndashed: gamma 1")
     for g, style in zip(GAMMAS, ("-o", "--o")):
-        for column, colour in (("q", "C7"), ("retained", "C3")):
+        for column, colour in (("q", "C7"), ("retained", "C4")):
             y = np.array([got.last(replace(scale.start, n=n, gamma=g), column, seeds) for n in scale.sizes])
             name = "Q" if column == "q" else "retained"
             c.plot(scale.sizes, y.mean(1), style, color=colour, ms=3, label=f"{name}, gamma {g:g}")
@@ -430,18 +433,17 @@ def study_figures(path: str, scale: Scale, got: Results, seeds: list[int]) -> No
                     c.text((edges[k] * edges[k + 1]) ** 0.5, 1.06, numeral, ha="center", va="bottom")
     c.set(xscale="log", xlabel="draws per step, n", title="(c) after the last step\n", ylim=(-0.02, 1.04))
     c.grid(alpha=0.3)
-    c.legend(loc="center left", fontsize=8)
+    c.legend(loc="center", bbox_to_anchor=(0.5, 0.55), fontsize=8)  # in the zone both are far from there
     figure.savefig(f"{path}.png", dpi=130)
     figure, axes = plt.subplots(1, 2, figsize=(9.5, 4), layout="constrained")
-    for ax, column, title in zip(axes, ("q", "improved"), ("mass of right actions, Q", "right actions above their start")):
+    for ax, column, title in zip(
+        axes, ("q", "improved"), ("mass of right actions, Q", "right actions above their start")
+    ):
         over_steps(ax, got, [replace(scale.start, n=n, **BRORL) for n in scale.broadened], column, seeds)
         ax.set(title=title)
     axes[0].legend()
     figure.savefig(f"{path}_brorl.png", dpi=130)
     print(f"figures: {path}.png, {path}_brorl.png")
-
-
-BRORL = {"surrogate": "prob", "optimizer": "adamw", "lr": 1e-3}
 
 
 def study(out: str, name: str, scale: Scale, seeds: list[int], jobs: int) -> None:
@@ -485,7 +487,12 @@ def sweep(out: str, name: str, scale: Scale, key: str, values: list, seeds: list
         for i, v in enumerate(values):
             for g, style in zip(GAMMAS, ("-o", "--o")):
                 ax.plot(scale.sizes, kept[v, g], style, color=f"C{i}", ms=3, label=None if g else f"{key} {v:g}")
-        ax.set(xscale="log", xlabel="draws per step, n", ylabel="retained right mass", title="solid: gamma 0, dashed: gamma 1")
+        ax.set(
+            xscale="log",
+            xlabel="draws per step, n",
+            ylabel="retained right mass",
+            title="solid: gamma 0, dashed: gamma 1",
+        )
         ax.legend()
         ax.grid(alpha=0.3)
         figure.savefig(f"{path}.png", dpi=130)
@@ -513,14 +520,16 @@ def main(argv: list[str]) -> None:
     p = argparse.ArgumentParser(description="The categorical study of 2602.06717; see the head of this file.")
     p.add_argument("--scale", choices=list(SCALES), default="small")
     p.add_argument("--sweep", nargs="+", metavar="KEY VALUE", help=f"instead of the study: try first policies; {', '.join(SWEEPS)}")  # fmt: skip
-    p.add_argument("--seeds", type=int, help="how many (default: 2 small, 4 paper)")
+    p.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 small, 0 1 2 3 paper")
     p.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes of one thread (default: cores)")
     p.add_argument("--out", default=os.path.join("results", "simulate"))
     args = p.parse_args(argv)
     scale = SCALES[args.scale]
-    if args.jobs < 1 or (args.seeds is not None and args.seeds < 1):
-        fail("--jobs and --seeds must be at least 1")
-    seeds = list(range(args.seeds or scale.seeds))
+    seeds = args.seeds or scale.seeds
+    if args.jobs < 1:
+        fail("--jobs must be at least 1")
+    if min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        fail("--seeds must be different whole numbers from 0 on")
     if args.sweep:
         sweep(args.out, args.scale, scale, *swept(args.sweep, scale.start), seeds, args.jobs)
     else:
