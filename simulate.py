@@ -515,8 +515,8 @@ def swept(words: list[str], start: Arm) -> tuple[str, list]:
     return key, list(dict.fromkeys(values))
 
 
-def main(argv: list[str]) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("SIGTERM"))
+def arguments(argv: list[str]) -> argparse.Namespace:
+    """The command line, checked: scale, seeds, jobs, out, and sweep as (key, values) or None."""
     p = argparse.ArgumentParser(description="The categorical study of 2602.06717; see the head of this file.")
     p.add_argument("--scale", choices=list(SCALES), default="small")
     p.add_argument("--sweep", nargs="+", metavar="KEY VALUE", help=f"instead of the study: try first policies; {', '.join(SWEEPS)}")  # fmt: skip
@@ -524,16 +524,23 @@ def main(argv: list[str]) -> None:
     p.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes of one thread (default: cores)")
     p.add_argument("--out", default=os.path.join("results", "simulate"))
     args = p.parse_args(argv)
-    scale = SCALES[args.scale]
-    seeds = args.seeds or scale.seeds
+    args.seeds = args.seeds or SCALES[args.scale].seeds
     if args.jobs < 1:
         fail("--jobs must be at least 1")
-    if min(seeds) < 0 or len(set(seeds)) < len(seeds):
+    if min(args.seeds) < 0 or len(set(args.seeds)) < len(args.seeds):
         fail("--seeds must be different whole numbers from 0 on")
+    args.sweep = swept(args.sweep, SCALES[args.scale].start) if args.sweep else None
+    return args
+
+
+def main(argv: list[str]) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("SIGTERM"))
+    args = arguments(argv)
+    scale = SCALES[args.scale]
     if args.sweep:
-        sweep(args.out, args.scale, scale, *swept(args.sweep, scale.start), seeds, args.jobs)
+        sweep(args.out, args.scale, scale, *args.sweep, args.seeds, args.jobs)
     else:
-        study(args.out, args.scale, scale, seeds, args.jobs)
+        study(args.out, args.scale, scale, args.seeds, args.jobs)
 
 
 if __name__ == "__main__":
