@@ -411,7 +411,7 @@ def study_figures(path: str, scale: Scale, got: Results, seeds: list[int]) -> No
     plt = plots()
     if plt is None:
         return
-    figure, (a, b, c) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    figure, (a, b, c) = plt.subplots(1, 3, figsize=(14, 5), layout="constrained")
     for g, style in zip(GAMMAS, ("-", "--")):
         for ax, column in ((a, "q"), (b, "retained")):
             over_steps(
@@ -419,7 +419,8 @@ def study_figures(path: str, scale: Scale, got: Results, seeds: list[int]) -> No
             )
     a.set(title="(a) mass of right actions", ylabel="Q")
     b.set(title="(b) retained right mass", ylabel="retained", ylim=(-0.02, 1.04))
-    a.legend(title="solid: gamma 0\ndashed: gamma 1")
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 2}  # inside, it would lie on a curve
+    a.legend(title="solid: gamma 0, dashed: gamma 1", **below)
     for g, style in zip(GAMMAS, ("-o", "--o")):
         for column, colour in (("q", "C7"), ("retained", "C4")):
             y = np.array([got.last(replace(scale.start, n=n, gamma=g), column, seeds) for n in scale.sizes])
@@ -433,7 +434,7 @@ def study_figures(path: str, scale: Scale, got: Results, seeds: list[int]) -> No
                     c.text((edges[k] * edges[k + 1]) ** 0.5, 1.06, numeral, ha="center", va="bottom")
     c.set(xscale="log", xlabel="draws per step, n", title="(c) after the last step\n", ylim=(-0.02, 1.04))
     c.grid(alpha=0.3)
-    c.legend(loc="center", bbox_to_anchor=(0.5, 0.55), fontsize=8)  # in the zone both are far from there
+    c.legend(**below)
     figure.savefig(f"{path}.png", dpi=130)
     figure, axes = plt.subplots(1, 2, figsize=(9.5, 4), layout="constrained")
     for ax, column, title in zip(

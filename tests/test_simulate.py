@@ -127,7 +127,8 @@ STEPS = {
 def test_one_step_as_worked_out_and_as_a_softmax_moves(case):
     p, c, drawn, n, rc, rw, unsampled, total, whole = STEPS[case]
     p, right = np.array(p), np.arange(len(p)) < c
-    got = one_step(p, right, [*drawn, drawn[0]], n, 0.1, rc, rw)  # a repeat counts once
+    drawn = [*drawn, drawn[0]]  # a repeat counts once
+    got = one_step(p, right, drawn, n, 0.1, rc, rw)
     assert got == (pytest.approx(total, rel=1e-9), pytest.approx(unsampled, rel=1e-9))
     dz, hidden = sim.logit_step(p, right, drawn, n, 0.1, rc, rw), right.copy()
     hidden[drawn] = False
@@ -143,6 +144,7 @@ def test_one_step_as_worked_out_and_as_a_softmax_moves(case):
 
 @pytest.mark.parametrize("n, rw, unsampled, total", [
     (2, -1, -5.9643e-4, 2.0914e-3), (2, 0, -1.26696e-3, 8.9554e-4), (4, -1, -3.2914e-4, 1.44146e-3),
+    (4, 0, -5.3850e-4, 7.3323e-4), (6, -1, -1.7785e-4, 1.09563e-3), (8, -1, -1.02772e-4, 8.7985e-4),
 ])  # fmt: skip
 def test_one_step_over_all_groups(n, rw, unsampled, total):
     """The mean over every mixed group, by its chance: right mass rises while what was not drawn falls."""
@@ -171,9 +173,10 @@ def test_sampled_mass_as_worked_out_and_as_drawn():
         assert abs(s.mean() - sim.expected_baseline(P, RIGHT, n, x)) < 4 * s.std() / len(s) ** 0.5
     base = [sim.expected_baseline(P, RIGHT, n, x, 1, 0) for x in range(n + 1)]
     assert base == sorted(base) and sampled_mass(np.array([0.3]), 5) == pytest.approx(0.3)
-    assert sampled_mass(np.full(1000, 1e-12), 2**20) == pytest.approx(1e-9) and sampled_mass(
-        np.array([1 - 1e-12, 1e-12]), 2**20
-    ) == pytest.approx(1 - 1e-12 + 2**20 * 1e-24, rel=1e-15)
+    even, three = np.full(10**6, 1e-12), 1e-12 * (3 - 3e-6 + 1e-12)  # a million tiny ones: 1 - (1 - 1e-6)^3 of 1e-6
+    assert sampled_mass(even, 3) == pytest.approx(three, rel=1e-12, abs=0) and sampled_mass(
+        even, 2**30
+    ) == pytest.approx(1e-6)
     moment = np.where(seen, 0, P**2)
     error = 4 * moment.std(0) / len(draws) ** 0.5
     assert (np.abs(moment.mean(0) - sim.unsampled_moment(P, n)) < error).all()
