@@ -254,13 +254,13 @@ def test_a_tenth_of_the_study_has_the_three_regimes(n, gamma, surrogate):
 def test_a_run_depends_on_its_settings_only():
     """Same arm, same numbers; another seed, others. Two draws: every mixed group has weight 1/2, which Adam does not see."""
     arm = Arm(n=2, actions=1_280, right=100, steps=40, seed=5)
-    a, b, focal, other, decayed = (
+    a, b, focal, other, fast, decayed = (
         sim.simulate(replace(arm, **new))
-        for new in ({}, {}, {"gamma": 1.0}, {"seed": 6}, {"optimizer": "adamw", "lr": 0.1})
+        for new in ({}, {}, {"gamma": 1.0}, {"seed": 6}, {"lr": 0.1}, {"lr": 0.1, "optimizer": "adamw"})
     )
     assert a["trace"] == b["trace"] != other["trace"]
     assert focal["trace"]["q"] == pytest.approx(a["trace"]["q"], abs=1e-6) and 5 < a["active"] < 35
-    assert decayed["trace"]["q"][-1] != pytest.approx(a["trace"]["q"][-1], abs=1e-3)
+    assert decayed["trace"]["q"][-1] < fast["trace"]["q"][-1] - 1e-3  # weight decay draws all logits together
 
 
 # ---------------------------------------------------------------------------------------------------------------------
