@@ -1,7 +1,7 @@
 """The experiment's settings: one flat dataclass, one place that reads and checks them.
 
-A YAML file under configs/ is a list of flags: it goes through the same parser as the command line, so both get the
-same names, types and errors. Precedence: field default < options of the method < YAML < command line. Left out: nesting, interpolation,
+A YAML file under configs/ is a list of flags: each value is the text as it is written there, read like that of a flag, so both
+get the same names, types and errors, and nothing in a file can become a Python object or run. Precedence: field default < options of the method < YAML < command line. Left out: nesting, interpolation,
 inheritance between files.
 
     python train.py --config configs/demo.yaml --method fgrpo --steps 50
@@ -12,11 +12,14 @@ import argparse
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import itertools
 import math
 import os
+import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import yaml
@@ -39,12 +42,23 @@ class Config:
     """Folder for log.jsonl, samples.jsonl, config.yaml and checkpoints/. It must not hold another run. METHOD: the method's
     name."""
     init: str = ""
-    """Start weights: a run folder (its best checkpoint, or the last), a Hugging Face folder or hub name, or a .gguf
-    file. Empty: a tiny Qwen3 built from scratch, with a tokenizer made from the data."""
+    """Start weights: a run folder (its best checkpoint, or the last), a Hugging Face folder or hub name (owner/name, or
+    owner/name@commit to pin it), or a .gguf file. Empty: a tiny Qwen3 built from scratch, with a tokenizer made from the data."""
     resume: bool = False
     """Continue the run in run_dir from its last checkpoint."""
     seed: int = 0
     """Seed of weights, data order and samples. Sample (step, prompt, i) does not depend on batch size or ranks."""
+    rank_timeout: int = 1800
+    """Seconds that a rank waits for the others before the job ends: more than a rank's rollout may last longer than another's."""
+    deterministic: bool = False
+    """train.py: deterministic GPU kernels, slower; docs/scale.md says what stays different. On the CPU results repeat anyway."""
+    plan: bool = False
+    """Print memory, communication and time of a step, computed from the settings, and leave: nothing is trained, loaded or
+    written (plan.py)."""
+    plan_ranks: list[int] = field(default_factory=list)
+    """--plan: numbers of ranks to show. Empty: the ranks of the command itself, 8, 64 and 512."""
+    plan_gb: float = 0.0
+    """--plan: memory of a device in GB; 0: that of the GPU here, else 80."""
     report: str = "none"
     """Extra logger beside log.jsonl: none, tensorboard or wandb (install the one you want)."""
 
@@ -317,6 +331,13 @@ class Config:
     """Lists: an item that c of n responders named is worth (c/n)^consensus: 0 union (any one counts), 1 mean."""
     year_tolerance: int = 2
     """Lists: a title with a year is a hit if the responder's year is at most this far."""
+    reward_workers: int = 0
+    """Processes that score completions, per rank. 0: in the run's own process, fastest for cheap rewards; there one that hangs
+    or kills its process cannot be helped."""
+    reward_timeout: float = 10.0
+    """Seconds that a worker may take for one completion; then it is killed, and the completion cannot be scored."""
+    max_reward_errors: float = 0.5
+    """Completions whose reward fails are left out and counted (reward_errors); a larger share of a step's ends the run."""
     overlong: float = 0.0
     """Soft punishment of length (DAPO): within the last this share of max_new_tokens up to -1 is added to the reward of
     every unit. 0: off."""
@@ -395,18 +416,21 @@ AT_LEAST = {  # smallest allowed value
     ),
     **dict.fromkeys("temperature lr min_lr weight_decay grad_clip beta lam adv_eps world_noise world_slack".split(), 0),
     **dict.fromkeys("eval_temperature min_rating year_tolerance consensus".split(), 0),
-    **dict.fromkeys("popularity_power tail_quota requests_disagreement".split(), 0),
+    **dict.fromkeys("popularity_power tail_quota requests_disagreement plan_gb".split(), 0),
     **dict.fromkeys("requests_responders requests_named requests_examples returns_gamma".split(), 1),
     **dict.fromkeys(
         "lam_end focal_gamma focal_ema smoothing keep_samples refill dual_clip tis gae_gamma gae_lam".split(), 0
     ),
     **dict.fromkeys("critic_lr value_clip value_coef kl_fuse entropy low_lr_gamma overlong".split(), 0),
+    **dict.fromkeys("reward_workers max_reward_errors".split(), 0),
     **dict.fromkeys("good_answers bad_answers".split(), 1),
     **dict.fromkeys("pool_size world_clusters world_items requests_themes".split(), 2),
+    "rank_timeout": 1,
+    "reward_timeout": 0.01,
     "width": 32,
 }
-AT_MOST = {"popularity_power": 20, "low_lr_gamma": 100, "lr": 1e3, "value_clip": 1e6, "critic_lr": 1e6, "clip_high": 1e6,
-           "cispo_cap": 1e6, "tis": 1e6}  # fmt: skip
+AT_MOST = {"seed": 2**63 - 1, "data_seed": 2**63 - 1, "popularity_power": 20, "low_lr_gamma": 100, "lr": 1e3, "value_clip": 1e6, "critic_lr": 1e6, "clip_high": 1e6,
+           "cispo_cap": 1e6, "tis": 1e6, "reward_workers": 1024, "reward_timeout": 1e6, "max_reward_errors": 1}  # fmt: skip
 PHASES = ("slate", "rank", "plan")  # what a phase may hold; rewards.PHASES says what each earns
 LISTS = {"requests"}  # data sets whose answers are lists
 INFINITE = {"returns_gamma"}  # numbers that may be infinite
@@ -417,9 +441,17 @@ def answer_of(cfg: Config) -> str:
     return cfg.answer or ("list" if cfg.data in LISTS or METHODS[cfg.method].unit == "rank" else "phases")
 
 
+def printable(text: str) -> str:
+    """Text for a terminal: what data and models wrote must not move the cursor, ring the bell or turn the line around, so
+    what is not printable shows as an escape (\\x1b)."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def fail(message: str):
     """Leave with exit code 2 and one line on stderr: the way every bad input ends."""
-    print(f"{os.path.basename(sys.argv[0]) or 'error'}: {' '.join(str(message).split())}", file=sys.stderr)
+    line = printable(" ".join(str(message).split()))
+    line = line if len(line) <= 1500 else f"{line[:750]} ... {line[-700:]}"  # a key or a value may be a whole file
+    print(f"{os.path.basename(sys.argv[0]) or 'error'}: {line}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -436,14 +468,16 @@ def check(cfg: Config, world_size: int = 1, training: bool = True) -> Config:
         if not getattr(cfg, key) >= least:  # written so that nan fails too
             fail(f"--{key} {getattr(cfg, key)} is too small: at least {least}")
     for f in dataclasses.fields(cfg):
-        value = getattr(cfg, f.name)
-        if f.type is float and not math.isfinite(value) and not (f.name in INFINITE and value > 0):
-            fail(f"--{f.name} {getattr(cfg, f.name)} must be a finite number")
-        most = AT_MOST.get(f.name, 1e9)
-        if f.type is float and abs(value) > most and math.isfinite(value):
-            fail(f"--{f.name} {value} is too large: at most {most:g}")
-    if not all(map(math.isfinite, cfg.weights)) or any(w < 0 or w > 1e9 for w in cfg.weights):
-        fail(f"--weights {' '.join(map(str, cfg.weights))}: finite numbers of at least 0 are needed")
+        value, most = getattr(cfg, f.name), AT_MOST.get(f.name, 1e9)
+        for v in value if isinstance(value, list) else [value]:
+            if isinstance(v, str) and ("\0" in v or re.search("[\ud800-\udfff]", v)):
+                fail(f"--{f.name} {v!r}: no NUL, and nothing that is not UTF-8")
+            if isinstance(v, float) and not math.isfinite(v) and not (f.name in INFINITE and v > 0):
+                fail(f"--{f.name} {v} must be a finite number")
+            if isinstance(v, int | float) and abs(v) > most and math.isfinite(v):
+                fail(f"--{f.name} {v} is too large: at most {most:g}")
+    if any(w < 0 for w in cfg.weights):
+        fail(f"--weights {' '.join(map(str, cfg.weights))}: numbers of at least 0 are needed")
     if not 0 <= cfg.adam_beta2 < 1:
         fail(f"--adam_beta2 {cfg.adam_beta2} is outside [0, 1)")
     if not 0 < cfg.top_p <= 1:
@@ -491,14 +525,14 @@ def check(cfg: Config, world_size: int = 1, training: bool = True) -> Config:
         fail(
             f"--clip_low {cfg.clip_low} --clip_high {cfg.clip_high}: ranges are offsets from 1, and clip_low is below 1"
         )
+    if min(cfg.plan_ranks, default=1) < 1:
+        fail(f"--plan_ranks {' '.join(map(str, cfg.plan_ranks))}: numbers of ranks are at least 1")
     if not cfg.eval_k or min(cfg.eval_k) < 1:
         fail("--eval_k needs cutoffs of at least 1")
     if cfg.width % 32:
         fail(f"--width {cfg.width} is not a multiple of the head size 32")
-    if not cfg.run_dir.strip() or "\0" in cfg.run_dir:
+    if not cfg.run_dir.strip():
         fail("--run_dir needs the name of a folder")
-    if max(cfg.seed, cfg.data_seed) >= 2**63:
-        fail("--seed and --data_seed must be below 2^63")
     if cfg.rank_form == "position" and cfg.template == "instruct":
         fail("--rank_form position: the instruct prompts ask for titles or pool numbers; use --template terse")
     if cfg.demo_order == "chain" and (cfg.data not in ("world", "movielens", "lastfm") or cfg.show_pool):
@@ -628,16 +662,16 @@ def check_options(cfg: Config, row: Method) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with errors on one line and the nearest name for a misspelt one."""
-
-    source = ""  # the YAML file being read, for messages
+    """argparse with errors on one line."""
 
     def error(self, message):
-        fail(f"{self.source}{message}")
+        fail(message)
 
-    def unknown(self, key: str):
-        near = difflib.get_close_matches(key.lstrip("-"), [f.name for f in dataclasses.fields(Config)], 1, 0)
-        self.error(f"unknown key {key!r}; the nearest is {near[0]!r} (--help lists all)")
+
+def unknown(key: str) -> str:
+    """What to say of a key that is no field: the nearest name."""
+    near = difflib.get_close_matches(key.lstrip("-")[:100], [f.name for f in dataclasses.fields(Config)], 1, 0)
+    return f"unknown key {key!r}; the nearest is {near[0]!r} (--help lists all)"
 
 
 def boolean(text: str) -> bool:
@@ -648,53 +682,97 @@ def boolean(text: str) -> bool:
     raise ValueError(text)
 
 
+def number(text: str) -> float:
+    """A float, with YAML's spelling of infinity (.inf) too."""
+    return float(text.lower().replace(".inf", "inf"))
+
+
+def kind_of(f: dataclasses.Field) -> tuple[Callable, bool]:
+    """What turns a text into a value of a field, and does the field take several?"""
+    many = f.type in (list[str], list[int], list[float])
+    kind = f.type.__args__[0] if many else f.type
+    return {bool: boolean, float: number}.get(kind, kind), many
+
+
+@functools.cache
+def class_body() -> list[ast.stmt]:
+    """The statements of Config: group titles, fields and the docstrings under them (which Python itself does not keep)."""
+    return ast.parse(inspect.getsource(Config)).body[0].body
+
+
 def parser() -> Parser:
     """The command line of train.py, eval.py and data.py show: a flag per field, grouped, with the field's docstring."""
     p = Parser(description="Every field of Config; a YAML file may set any of them.", allow_abbrev=False,
                formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
-    body = ast.parse(inspect.getsource(Config)).body[0].body
     docs = {
         a.target.id: " ".join(b.value.value.split())
-        for a, b in itertools.pairwise(body)
+        for a, b in itertools.pairwise(class_body())
         if isinstance(a, ast.AnnAssign)
     }
     words = {"methods": ", ".join(METHODS), "aggregates": ", ".join(AGGREGATES)}
     fields, group = {f.name: f for f in dataclasses.fields(Config)}, p
-    for node in body:
+    for node in class_body():
         if isinstance(node, ast.Expr) and node.value.value.startswith("== "):
             group = p.add_argument_group(node.value.value[3:])
         elif isinstance(node, ast.AnnAssign):
             f = fields[node.target.id]
             text = docs[f.name] % words if "%(" in docs[f.name] else docs[f.name].replace("%", "%%")
-            many = f.type in (list[str], list[int], list[float])
-            kind = f.type.__args__[0] if many else boolean if f.type is bool else f.type
+            kind, many = kind_of(f)
             extra = {"nargs": "*"} if many else {"nargs": "?", "const": True} if f.type is bool else {}
             default = f.default_factory() if many else f.default
             group.add_argument(f"--{f.name}", type=kind, default=default, help=text, metavar="", **extra)
     return p
 
 
-class UniqueKeys(yaml.SafeLoader):
-    """YAML that refuses a key given twice: the second would win in silence."""
+def read_yaml(path: str) -> dict[str, str | list[str]]:
+    """A flat YAML mapping, key -> the text of its value as written, or of each entry; anything else ends in one line that
+    names the file. Nothing is constructed: 010 is no octal number, yes no truth value, a tag (!!python/...) an error."""
 
-    def construct_mapping(self, node, deep=False):
-        keys = [k.value for k, _ in node.value]
-        twice = {k for k in keys if keys.count(k) > 1}
-        if twice:
-            raise yaml.YAMLError(f"key {twice.pop()!r} is given twice")
-        return super().construct_mapping(node, deep)
+    def is_a(node, cls, *tags: str) -> bool:
+        return isinstance(node, cls) and node.tag.removeprefix("tag:yaml.org,2002:") in tags
 
+    def is_text(node) -> bool:
+        return is_a(node, yaml.ScalarNode, "str", "int", "float", "bool", "timestamp")
 
-def read_yaml(path: str) -> dict:
-    """A flat YAML mapping; anything else ends in one line that names the file."""
     try:
         with open(path, encoding="utf-8") as f:
-            loaded = yaml.load(f, UniqueKeys)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as e:
+            root = yaml.compose(f, yaml.SafeLoader)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as e:
         fail(f"cannot read config {path}: {e}")
-    if not isinstance(loaded or {}, dict):
+    if root is not None and not is_a(root, yaml.MappingNode, "map"):
         fail(f"{path}: expected lines of 'key: value'")
-    return loaded or {}
+    out: dict[str, str | list[str]] = {}
+    for key, value in root.value if root else []:
+        line = f"{path} line {key.start_mark.line + 1}"
+        if not isinstance(key, yaml.ScalarNode):
+            fail(f"{line}: expected 'key: value'")
+        if key.value in out:
+            fail(f"{line}: key {key.value!r} is given twice")
+        if is_text(value):
+            out[key.value] = value.value
+        elif is_a(value, yaml.SequenceNode, "seq") and all(map(is_text, value.value)):
+            out[key.value] = [v.value for v in value.value]
+        else:
+            found = value.tag.removeprefix("tag:yaml.org,2002:")
+            fail(f"{line}: key {key.value!r} needs a plain value or a list of plain values, not {found}")
+    return out
+
+
+def read_config(path: str) -> dict:
+    """The settings that a YAML file gives, each through the type of its field."""
+    fields, out = {f.name: f for f in dataclasses.fields(Config)}, {}
+    for key, text in read_yaml(path).items():
+        if key not in fields:
+            fail(f"{path}: {unknown(key)}")
+        kind, many = kind_of(fields[key])
+        if isinstance(text, list) and not many:
+            fail(f"{path}: key {key!r} needs a plain value, not a list")
+        try:
+            values = [kind(t) for t in (text if isinstance(text, list) else [text])]
+        except ValueError:
+            fail(f"{path}: --{key} {text!r} is no {kind.__name__}")
+        out[key] = values if many else values[0]
+    return out
 
 
 def given(key: str, argv: list[str]) -> bool:
@@ -708,10 +786,12 @@ def parse(argv: list[str] | None = None, world_size: int = 1, training: bool = T
     Not training (eval.py): without --config, an --init that is a run folder brings its own settings.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    if lost := [a for a in argv if a.endswith("=--")]:
+        fail(f"{lost[0]}: -- is no value")  # argparse would drop it, and read a switch (--resume=--) as on
     p = parser()
-    first, unknown = p.parse_known_args(argv)
-    if unknown:
-        p.unknown(unknown[0])
+    first, rest = p.parse_known_args(argv)
+    if rest:
+        fail(unknown(rest[0]))
     path = first.config
     if first.resume and not path:
         path = os.path.join(first.run_dir, "config.yaml")
@@ -721,24 +801,9 @@ def parse(argv: list[str] | None = None, world_size: int = 1, training: bool = T
     if not path and not training and first.init and os.path.isfile(own):
         path = own
     if path:
-        p.source, flags = f"{path}: ", []
-        for key, value in read_yaml(path).items():
-            if key not in Config.__dataclass_fields__:
-                p.unknown(str(key))
-            values = value if isinstance(value, list) else [value]
-            many = Config.__dataclass_fields__[key].type in (list[str], list[int], list[float])
-            if (
-                value is None
-                or None in values
-                or (isinstance(value, list) and not many)
-                or any(isinstance(v, (dict, list)) for v in values)
-            ):
-                p.error(f"key {key!r} needs a plain value, not {value!r}")
-            flags += [f"--{key}={v}" for v in values] if len(values) == 1 else [f"--{key}", *map(str, values)]
-        chosen = METHODS.get(first.method if given("method", argv) else vars(p.parse_args(flags))["method"])
-        p.set_defaults(**(chosen.options if chosen else {}))
-        p.set_defaults(**vars(p.parse_args(flags)))
-        p.source = ""
+        own = read_config(path)
+        row = METHODS.get(first.method if given("method", argv) else own.get("method", Config.method))
+        p.set_defaults(**{**(row.options if row else {}), **own})
     elif first.method in METHODS:
         p.set_defaults(**METHODS[first.method].options)
     cfg = Config(**vars(p.parse_args(argv)))

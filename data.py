@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from config import LISTS, Config, answer_of, fail
+from config import LISTS, Config, answer_of, fail, printable
 
 
 @dataclass
@@ -341,16 +341,40 @@ def load_requests(cfg: Config, split: str) -> Split:
 
 
 INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200e\u200f\u2060\ufeff"))  # zero width, direction marks, BOM inside text
+INVISIBLE |= dict.fromkeys(
+    [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+)  # what turns the direction of the text around
+INVISIBLE |= dict.fromkeys(i for i in [*range(0x20), *range(0x7F, 0xA0)] if not chr(i).isspace())  # control characters
+INVISIBLE |= dict.fromkeys(range(0xD800, 0xE000), "\ufffd")  # halves of a character, from JSON escapes: not UTF-8
 ARTICLES = (
     "The A An La Le Les L' Un Une Des Il Lo I Gli Uno Una El Los Las De Det Den En Ett Et Het Een "
     "Der Die Das Dem Ein Eine O Os As Um Uma Da"
 ).split()
+LONGEST = 1000  # characters of an item's name
+BULLETS = "-*• "  # an answer's line of these alone names nothing
 ARTICLE_LAST = re.compile(rf"(\s*(?:a\.?k\.?a\.? )?)([^()]+), ({'|'.join(ARTICLES)})(?=\s*(?:[()]|$))")
 
 
 def clean(text: str) -> str:
     """Text as shown: no invisible characters, every run of white space (no-break space, tab, newline) one space."""
     return " ".join(text.translate(INVISIBLE).split())
+
+
+def item_name(text: str) -> str:
+    """An item's name as shown; "" where no answer can give it: nothing but bullets, or longer than LONGEST."""
+    shown = clean(text)
+    return shown if shown.strip(BULLETS) and len(shown) <= LONGEST else ""
+
+
+def spaced(cfg: Config, text: str) -> str:
+    """Text from files without the tags of an answer: a space behind the first character, </SLATE> -> < /SLATE>.
+
+    Or an answer that names the item would end its own phase there. All texts of an example are written so (items, history,
+    gold), so the item can be found all the same. Special tokens of a chat template need no such thing: see encode.
+    """
+    while answer_of(cfg) == "phases" and (tag := next((t for t in cfg.tags if t in text), None)):
+        text = text.replace(tag, f"{tag[0]} {tag[1:]}" if len(tag) > 1 else " ")
+    return text
 
 
 def restore_article(title: str) -> str:
@@ -361,12 +385,14 @@ def restore_article(title: str) -> str:
 
 
 def tell_apart(names: list[str]) -> list[str]:
-    """Equal names -> 'x', 'x (2)', 'x (3)': an item is its name, so no two may share one."""
-    given, seen, out = set(names), set(), []
+    """Equal names -> 'x', 'x (2)', 'x (3)': an item is its name, so no two may share one. Case does not tell them apart: an
+    answer is read without it."""
+    taken, seen, out = {name.casefold() for name in names}, set(), []
     for name in names:
-        if name in seen:
-            name = next(n for k in itertools.count(2) if (n := f"{name} ({k})") not in given and n not in seen)
-        seen.add(name)
+        if name.casefold() in seen:
+            name = next(n for k in itertools.count(2) if (n := f"{name} ({k})").casefold() not in taken)
+        taken.add(name.casefold())
+        seen.add(name.casefold())
         out.append(name)
     return out
 
@@ -391,9 +417,9 @@ def find(cfg: Config, folders: list[str], names: list[str]) -> list[str]:
 def lines(cfg: Config, path: str, encoding: str = "utf-8") -> Iterator[str]:
     """Decoded lines with their ends, split at \\n only (csv and JSON Lines need both).
 
-    Refuses what only looks like data: an empty file, a Git LFS pointer, a saved web page, bytes of another encoding.
-    ISO-8859-1 decodes anything, so there a line that is valid UTF-8 (a re-encoded copy) is refused: it would show as
-    garbage.
+    Refuses what only looks like data: an empty file, a Git LFS pointer, a saved web page, a packed file, bytes of another
+    encoding, NUL. ISO-8859-1 decodes anything, so there a line that is valid UTF-8 (a re-encoded copy) is refused: it would
+    show as garbage.
     """
     try:
         file = open(path, "rb")
@@ -408,11 +434,15 @@ def lines(cfg: Config, path: str, encoding: str = "utf-8") -> Iterator[str]:
             damaged(cfg, path, "is a Git LFS pointer, not the data: run `git lfs pull` there or get the file")
         if head.lower().startswith((b"<!doctype html", b"<html")):
             damaged(cfg, path, "is a saved web page, not the data: use the download link itself")
+        if head.startswith((b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ")):
+            damaged(cfg, path, "is a packed file: unpack it")
         for n, raw in enumerate(file, 1):
             try:
                 line = raw.decode(encoding)
             except UnicodeDecodeError as e:
                 damaged(cfg, f"{path} line {n}", f"byte {raw[e.start]:#04x} in column {e.start + 1} is not {encoding}")
+            if b"\0" in raw:
+                damaged(cfg, f"{path} line {n}", "a NUL byte: the file is damaged, or UTF-16 text")
             if encoding != "utf-8" and not raw.isascii() and is_utf8(raw):
                 damaged(cfg, f"{path} line {n}", f"is UTF-8, the published file is {encoding}: a re-encoded copy")
             yield line.removeprefix("\ufeff") if n == 1 else line
@@ -426,15 +456,30 @@ def is_utf8(raw: bytes) -> bool:
     return True
 
 
-def table(cfg: Config, path: str, sep: str, columns: dict, header=True, encoding="utf-8") -> Iterator[list]:
-    """Rows of a delimited file, each value through the type of its column. Quotes are only special where sep is ','."""
-    text = lines(cfg, path, encoding)
+def ended(cfg: Config, path: str, text: Iterator[str]) -> Iterator[str]:
+    """The lines of a table. Where the last one has no end the file was cut, be it inside a number that still reads as one."""
+    for n, line in enumerate(text, 1):
+        yield line
+        if not line.endswith("\n"):
+            damaged(cfg, f"{path} line {n}", "the last line has no line end: the file is cut short")
+
+
+def table(
+    cfg: Config, path: str, sep: str, columns: dict, header=True, encoding="utf-8", unique=False
+) -> Iterator[list]:
+    """Rows of a delimited file, each value through the type of its column. Quotes are only special where sep is ','.
+
+    unique: no two rows may have the same first value.
+    """
+    text, seen = ended(cfg, path, lines(cfg, path, encoding)), set()
     rows = csv.reader(text, strict=True) if sep == "," else (line.rstrip("\r\n").split(sep) for line in text)
     kinds, n = list(columns.values()), 0
     try:
         for n, row in enumerate(rows, 1):
             if row in ([], [""]):
                 continue  # some copies end in a blank line
+            if sep == "," and rows.line_num != n:
+                damaged(cfg, f"{path} line {n}", "a quote that is not closed on its line")
             if len(row) != len(kinds):
                 damaged(cfg, f"{path} line {n}", f"{len(row)} columns instead of {len(kinds)} ({', '.join(columns)}): "
                         "the file is cut short or another one")  # fmt: skip
@@ -442,9 +487,16 @@ def table(cfg: Config, path: str, sep: str, columns: dict, header=True, encoding
                 if row != list(columns):
                     damaged(cfg, f"{path} line 1", f"the header is {sep.join(row)!r}, expected {sep.join(columns)!r}")
                 continue
-            yield [kind(value) for kind, value in zip(kinds, row)]
-    except ValueError:
-        damaged(cfg, f"{path} line {n}", f"not a number where one belongs: {sep.join(row)!r} ({', '.join(columns)})")
+            values = [kind(value) for kind, value in zip(kinds, row)]
+            if unique and values[0] in seen:
+                damaged(cfg, f"{path} line {n}", f"{next(iter(columns))} {values[0]} is there twice")
+            if unique:
+                seen.add(values[0])
+            yield values
+    except (ValueError, KeyError):
+        damaged(
+            cfg, f"{path} line {n}", f"not a number where one belongs: {sep.join(row)!r:.300} ({', '.join(columns)})"
+        )
     except csv.Error as e:
         damaged(cfg, f"{path} line {n + 1}", f"{e}: the file is cut short or damaged")
 
@@ -464,10 +516,25 @@ def records(cfg: Config, path: str) -> Iterator[dict]:
             yield parse_json(cfg, path, line, n)
 
 
+def once(pairs: list[tuple[str, object]]) -> dict:
+    """A JSON object in which no key is given twice: the second would win in silence."""
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        raise ValueError("a key is given twice in an object")
+    return out
+
+
+def constant(name: str):
+    """NaN and Infinity, which Python's reader takes and JSON does not have."""
+    raise ValueError(f"{name} is no JSON")
+
+
 def parse_json(cfg: Config, path: str, text: str, line=1):
     """text starts at the given line of the file."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=once, parse_constant=constant)
+    except RecursionError:
+        damaged(cfg, f"{path} line {line}", "not JSON of a data set: nested thousands of levels deep")
     except ValueError as e:  # JSONDecodeError, or a number with thousands of digits
         at, what = getattr(e, "pos", 0), getattr(e, "msg", str(e))
         early = "Unterminated" in what or (at and not text[at:].strip())
@@ -560,7 +627,7 @@ def next_item(cfg: Config, split: str, events, named) -> Split:
     is what the user took next, in order, as far as the training part goes.
     Everything is arrays until max_examples has chosen, so tens of millions of rows fit in a few GB.
     """
-    users, items, times, names, dropped = gather(events, named)
+    users, items, times, names, dropped = gather(events, ((id, spaced(cfg, name)) for id, name in named))
     known = np.bincount(items, minlength=len(names))[items] >= cfg.min_count
     dropped["interaction with an item below --min_count"] += int((~known).sum())
     users, items = sequences(users[known], items[known], times[known], dropped)
@@ -597,20 +664,31 @@ def next_item(cfg: Config, split: str, events, named) -> Split:
 
 
 def whole(text: str) -> int:
-    if not abs(number := int(text[:40])) < 2**63:
+    """int() alone would also take 1_0, blanks around a number and digits of other scripts."""
+    if not (
+        text.isascii() and text.removeprefix("-").isdecimal() and len(text) < 20 and abs(number := int(text)) < 2**63
+    ):
         raise ValueError(text)
     return number
 
 
-def half_stars(text: str) -> float:
-    if not 0 <= (rating := float(text)) <= 5:  # written so that nan fails too
+def ident(text: str) -> int:
+    """The number of a user or an item, small enough that sequences() can make one number of a pair of them."""
+    if not 0 <= (number := whole(text)) < 2**40:
         raise ValueError(text)
-    return rating
+    return number
 
 
-RATING = {"userId": whole, "movieId": whole, "rating": half_stars, "timestamp": whole}
-MOVIE = {"movieId": whole, "title": str, "genres": str}
-U_ITEM = {"movie id": whole, "movie title": str, **{f"field {i}": str for i in range(2, 24)}}  # dates, URL, 19 genres
+def part_of_date(text: str) -> int:
+    if not 0 <= (number := whole(text)) < 10_000:
+        raise ValueError(text)
+    return number
+
+
+STARS = {text: i / 2 for i in range(1, 11) for text in {f"{i / 2}", f"{i / 2:g}"}}  # 0.5, 1, 1.0, ..., 5, 5.0
+RATING = {"userId": ident, "movieId": ident, "rating": STARS.__getitem__, "timestamp": whole}
+MOVIE = {"movieId": ident, "title": str, "genres": str}
+U_ITEM = {"movie id": ident, "movie title": str, **{f"field {i}": str for i in range(2, 24)}}  # dates, URL, 19 genres
 MOVIELENS = {  # ratings file -> separator; titles file, its separator, columns and encoding; do they have a header?
     "ratings.csv": (",", "movies.csv", ",", MOVIE, "utf-8", True),
     "u.data": ("\t", "u.item", "|", U_ITEM, "iso-8859-1", False),
@@ -628,17 +706,24 @@ def load_movielens(cfg: Config, split: str) -> Split:
         fail(f"several MovieLens sets: {', '.join(paths)}; name the folder of one with --data_dir")
     place, name = os.path.split(paths[0])
     sep, movies, movies_sep, columns, encoding, header = MOVIELENS[name]
-    titles = table(cfg, os.path.join(place, movies), movies_sep, columns, header, encoding)
-    named = ((movie, restore_article(clean(title))) for movie, title, *_ in titles)
+    titles = table(cfg, os.path.join(place, movies), movies_sep, columns, header, encoding, unique=True)
+    named = ((movie, restore_article(item_name(title))) for movie, title, *_ in titles)
     low = "rating below --min_rating"
     ratings = table(cfg, paths[0], sep, RATING, header)
     events = ((user, movie, time, low if stars < cfg.min_rating else "") for user, movie, stars, time in ratings)
     return next_item(cfg, split, events, named)
 
 
-ARTIST = {"id": whole, "name": str, "url": str, "pictureURL": str}
-TAGGED = {"userID": whole, "artistID": whole, "tagID": whole, "day": whole, "month": whole, "year": whole}
-TAGGED_STAMPS = {"userID": whole, "artistID": whole, "tagID": whole, "timestamp": whole}  # milliseconds since 1970
+ARTIST = {"id": ident, "name": str, "url": str, "pictureURL": str}
+TAGGED = {
+    "userID": ident,
+    "artistID": ident,
+    "tagID": whole,
+    "day": part_of_date,
+    "month": part_of_date,
+    "year": part_of_date,
+}
+TAGGED_STAMPS = {"userID": ident, "artistID": ident, "tagID": whole, "timestamp": whole}  # milliseconds since 1970
 
 
 def load_lastfm(cfg: Config, split: str) -> Split:
@@ -650,8 +735,8 @@ def load_lastfm(cfg: Config, split: str) -> Split:
     """
     files = ["user_taggedartists-timestamps.dat", "user_taggedartists.dat"]
     path = find(cfg, ["lastfm-2k", "hetrec2011-lastfm-2k"], files)[0]
-    artists = table(cfg, os.path.join(os.path.dirname(path), "artists.dat"), "\t", ARTIST)
-    named = ((artist, clean(name)) for artist, name, *_ in artists)
+    artists = table(cfg, os.path.join(os.path.dirname(path), "artists.dat"), "\t", ARTIST, unique=True)
+    named = ((artist, item_name(name)) for artist, name, *_ in artists)
     if path.endswith(files[0]):
         begin, tags = 1_009_843_200_000, table(cfg, path, "\t", TAGGED_STAMPS)
         timed = ((user, artist, time) for user, artist, _, time in tags)
@@ -701,6 +786,8 @@ def retrieve(cfg: Config, split: str, parse: Callable[[dict], Question], folders
             damaged(cfg, f"{path} record {n}", f"no {cfg.data} record: {type(e).__name__} {e}")
         if split != "train" and (stable_hash(q.id) % 2 == 1) != (split == "test"):
             continue
+        q.question = spaced(cfg, q.question)
+        q.passages = [(spaced(cfg, title), spaced(cfg, text)) for title, text in q.passages]
         dropped["supporting title without a passage"] += q.absent
         dropped["question without a supporting passage"] += not q.gold
         if q.gold:
@@ -729,8 +816,26 @@ def retrieve(cfg: Config, split: str, parse: Callable[[dict], Question], folders
     return Split(examples, +dropped)
 
 
+def text_of(value) -> str:
+    """A text of a record. Other types would be read in silence as something else: a string is a list of characters, a
+    list has a str()."""
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.60} where a text belongs")
+    return value
+
+
+def list_of(value) -> list:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r:.60} where a list belongs")
+    return value
+
+
+def id_of(value) -> str:
+    return str(value) if type(value) is int else text_of(value)
+
+
 def shown(text: str) -> str:
-    return clean(html.unescape(text))
+    return clean(html.unescape(text_of(text)))
 
 
 def parse_hotpotqa(record: dict) -> Question:
@@ -740,24 +845,30 @@ def parse_hotpotqa(record: dict) -> Question:
     """
     context, facts = record["context"], record["supporting_facts"]
     if isinstance(context, dict):
-        context = list(zip(context["title"], context["sentences"], strict=True))
-        wanted = set(facts["title"])
+        context = list(zip(list_of(context["title"]), list_of(context["sentences"]), strict=True))
+        wanted = {text_of(title) for title in list_of(facts["title"])}
     else:
-        wanted = {title for title, *_ in facts}
+        context, wanted = list_of(context), {text_of(title) for title, *_ in map(list_of, list_of(facts))}
+    passages = [
+        (item_name(html.unescape(text_of(title))) or "untitled", shown("".join(list_of(sentences))))
+        for title, sentences in context
+    ]
     titles = [title for title, _ in context]
-    passages = [(shown(title) or "untitled", shown("".join(sentences))) for title, sentences in context]
     question = shown(record["question"])
     id = record.get("_id") or record.get("id") or f"{stable_hash(question):016x}"  # some hub copies have lost the id
     gold = [i for i, title in enumerate(titles) if title in wanted]
-    return Question(str(id), question, passages, gold, len(wanted.difference(titles)))
+    return Question(id_of(id), question, passages, gold, len(wanted.difference(titles)))
 
 
 def parse_musique(record: dict) -> Question:
     """Paragraphs are known by their place: titles repeat within a record."""
-    paragraphs = record["paragraphs"]
-    passages = [(clean(p["title"]) or "untitled", clean(p["paragraph_text"])) for p in paragraphs]
-    gold = [i for i, p in enumerate(paragraphs) if p["is_supporting"]]
-    return Question(str(record["id"]), clean(record["question"]), passages, gold)
+    paragraphs = list_of(record["paragraphs"])
+    passages = [(item_name(text_of(p["title"])) or "untitled", clean(text_of(p["paragraph_text"]))) for p in paragraphs]
+    support = [p["is_supporting"] for p in paragraphs]
+    if not all(isinstance(s, bool) for s in support):
+        raise TypeError("is_supporting is neither true nor false")
+    gold = [i for i, s in enumerate(support) if s]
+    return Question(id_of(record["id"]), clean(text_of(record["question"])), passages, gold)
 
 
 def load_hotpotqa(cfg: Config, split: str) -> Split:
@@ -827,27 +938,92 @@ def load(cfg: Config, split: str | None = None) -> Split:
         fail(f"--data {cfg.data!r} is not one of {', '.join(DATASETS)}")
     split = split or cfg.split
     loaded = DATASETS[cfg.data].load(cfg, split)
-    loaded.examples = sample(cfg, loaded.examples, loaded.dropped)
+    loaded.examples = sample(cfg, sound(cfg, loaded), loaded.dropped)
     if not loaded.examples:
         fail(f"--data {cfg.data}: no usable example in split {split!r}; dropped: {loaded.dropped or 'nothing'}")
     return loaded
 
 
-def encode(tokenizer, prompt: str) -> list[int]:
-    """Prompt -> ids, through the chat template where the tokenizer has one; at most one BOS (F15)."""
+def sound(cfg: Config, loaded: Split) -> list[Example]:
+    """The examples that can be asked and answered; the others are counted in loaded.dropped."""
+    pools = {id(e.candidates): e.candidates for e in loaded.examples}
+    pools = {k: (set(pool), fault_of_pool(cfg, pool)) for k, pool in pools.items()}
+    out, dropped = [], Counter(loaded.dropped)
+    for e in loaded.examples:
+        items, why = pools[id(e.candidates)]
+        why = why or ("" if e.gold else "no gold") or ("" if items.issuperset(e.gold) else "gold outside the pool")
+        if why := why or ("" if is_text(e.prompt + e.demo) else "text that is not UTF-8"):
+            dropped[why] += 1
+        else:
+            out.append(e)
+    loaded.dropped = dict(dropped)
+    return out
+
+
+def fault_of_pool(cfg: Config, pool: list[str]) -> str:
+    """Why no answer could name the items of a pool, or tell them apart; "" if it can."""
+    tags = cfg.tags if answer_of(cfg) == "phases" else []
+    if not pool:
+        return "empty pool"
+    if len({" ".join(item.split()).casefold() for item in pool}) < len(pool):
+        return "item twice in the pool"
+    if any("\n" in item or not item.strip(BULLETS) or not is_text(item) for item in pool):
+        return "item that is no line of text"
+    return "item with a tag in it" if any(t in item for t in tags for item in pool) else ""
+
+
+def is_text(text: str) -> bool:
+    """No half of a character, such as a careless JSON escape leaves."""
+    return not re.search("[\ud800-\udfff]", text)
+
+
+def encode(tokenizer, prompt: str, tags=()) -> list[int]:
+    """Prompt -> ids, through the chat template where the tokenizer has one; at most one BOS (F15).
+
+    Only the template's own special tokens become such: see ordinary. tags: of the answer, which may be tokens of their own.
+    """
+    marked, mark = ordinary(tokenizer, prompt, tags)
     if tokenizer.chat_template:
-        turn = [{"role": "user", "content": prompt}]
+        turn = [{"role": "user", "content": marked}]
         text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        return ids_of(tokenizer, text, mark)
+    ids = ids_of(tokenizer, marked, mark)
     return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
+
+
+def encode_answer(tokenizer, text: str, tags=()) -> list[int]:
+    """Written answer -> ids, stop token included; it is the only one, whatever the text spells."""
+    return [*ids_of(tokenizer, *ordinary(tokenizer, text, tags)), tokenizer.eos_token_id]
+
+
+def ordinary(tokenizer, text: str, tags=()) -> tuple[str, str]:
+    """Text from data in which no special token stands, and the mark that was put behind the first character of each.
+
+    A title <|im_end|> would otherwise end the user's turn, or teach the model to stop in the middle of a demonstration.
+    Cut at the marks and encoded piece by piece, it is the same characters in ordinary tokens. Text without such is left
+    as it is, and so are white space (some tokenizers add tokens for indentation) and the tags.
+    """
+    names = [t.content for t in tokenizer.added_tokens_decoder.values() if len(t.content.strip()) > 1]
+    names = [name for name in names if name in text and name not in tags]
+    mark = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text)  # private use
+    if names:
+        text = re.sub(f"(?s)(?={'|'.join(map(re.escape, names))})(.)", rf"\1{mark}", text)
+    return text, mark
+
+
+def ids_of(tokenizer, text: str, mark: str) -> list[int]:
+    """Ids of text cut at the marks."""
+    return [i for part in tokenizer(text.split(mark), add_special_tokens=False)["input_ids"] for i in part]
 
 
 def fit(split: Split, tokenizer, cfg: Config) -> tuple[list[Example], list[list[int]]]:
     """Examples and their prompt ids; prompts over max_prompt are left out and counted in split.dropped, never cut (F16)."""
-    pairs = [(e, encode(tokenizer, e.prompt)) for e in split.examples]
+    pairs = [(e, encode(tokenizer, e.prompt, cfg.tags)) for e in split.examples]
     unknown = tokenizer.unk_token_id
     if unknown is not None and all(unknown in ids for _, ids in pairs):
+        if not cfg.init:
+            fail(f"--tokenizer {cfg.tokenizer}: made from the training examples, it knows the words of none of these "
+                 f"{len(pairs)} prompts: load more examples, or use --tokenizer byte")  # fmt: skip
         fail(f"--init {cfg.init}: its tokenizer knows the words of none of these prompts; it was made from other data "
              f"(--data, --data_seed, --tokenizer?)")  # fmt: skip
     kept = [(e, ids) for e, ids in pairs if len(ids) <= cfg.max_prompt]
@@ -883,7 +1059,7 @@ def main(argv: list[str]) -> None:
     n, rest = 2, argv[2:]
     if "-n" in rest:
         at = rest.index("-n")
-        if not rest[at + 1 : at + 2] or not rest[at + 1].isdigit():
+        if not re.fullmatch("[0-9]{1,9}", "".join(rest[at + 1 : at + 2])):
             fail("-n needs a whole number")
         n, rest = int(rest[at + 1]), rest[:at] + rest[at + 2 :]
     cfg = parse([*rest, "--data", argv[1]], training=False)
@@ -900,15 +1076,19 @@ def main(argv: list[str]) -> None:
         # passages are cut to a line each; the line with the tags is the instruction, which is not
         words = [w if len(w) <= 160 or cfg.tags[0] in w else f"{w[:140]}... (+{len(w) - 140} characters)"
                  for w in e.prompt.split("\n")]  # fmt: skip
-        print("\n".join([f"\n--- {e.id}, prompt of {len(ids)} tokens", *words]))
-        print("tokens:", " ".join(repr(tokenizer.decode([i])) for i in ids[:60]), "..." if len(ids) > 60 else "")
+        tokens = " ".join(repr(tokenizer.decode([i])) for i in ids[:60])
+        out = [
+            "",
+            f"--- {e.id}, prompt of {len(ids)} tokens",
+            *words,
+            f"tokens: {tokens} {'...' if len(ids) > 60 else ''}",
+        ]
         if not cfg.show_pool or cfg.data in LISTS:
-            print(f"catalog: {len(e.candidates)} titles, such as", " | ".join(e.candidates[:10]))
-        print("gold:", ", ".join(f"{item} ({utility:g})" for item, utility in e.gold.items()))
-        for i, named in enumerate(e.responders, 1):
-            print(f"responder {i}:", ", ".join(named))
-        if e.demo:
-            print(f"demonstration:\n{e.demo}")
+            out.append(f"catalog: {len(e.candidates)} titles, such as {' | '.join(e.candidates[:10])}")
+        out.append("gold: " + ", ".join(f"{item} ({utility:g})" for item, utility in e.gold.items()))
+        out += [f"responder {i}: {', '.join(named)}" for i, named in enumerate(e.responders, 1)]
+        out += ["demonstration:", *e.demo.split("\n")] if e.demo else []
+        print("\n".join(map(printable, out)))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ import model as lm
 import rewards
 from config import Config, answer_of, dump, fail, given, parse
 from rollout import Rollout, demonstrations, rollout
-from run import lines_of, write
+from run import lines_of, to_json, write
+
+CHUNK = 256  # examples of one rollout
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Metrics of one list
@@ -193,9 +195,10 @@ def open_policy(cfg: Config, split: data.Split, device: torch.device) -> Policy:
     """Load or build model and tokenizer for the configuration; split: what a new tokenizer is made from."""
     tokenizer = lm.load_tokenizer(cfg, split.examples, split.catalog)
     model = lm.load(cfg, tokenizer, device)
-    return Policy(
-        model, tokenizer, rewards.token_bytes(tokenizer), lm.stop_ids(model, tokenizer), lm.compute_dtype(cfg, device)
-    )
+    pieces, stop = rewards.token_bytes(tokenizer), lm.stop_ids(model, tokenizer)
+    for i in stop:
+        pieces[i : i + 1] = [b""] * (i < len(pieces))  # the model's further stop tokens are no text either
+    return Policy(model, tokenizer, pieces, stop, lm.compute_dtype(cfg, device))
 
 
 def list_metrics(example, ranks: list, cfg: Config, mean_people: float) -> dict[str, float]:
@@ -223,15 +226,19 @@ def metrics_of(example, slate: list[str], ranking: list[str], cfg: Config) -> di
 
 
 def evaluate(policy: Policy, examples: list, prompts: list[list[int]], cfg: Config, progress=False) -> list[dict]:
-    """One completion per example -> a row per example, in their order. Examples are shared over ranks (F47)."""
+    """One completion per example -> a row per example, in their order. Examples are shared over ranks (F47), which all make
+    the same number of rollouts: each gathers the weights."""
     listed = answer_of(cfg) == "list"
     people, columns = people_per_request(examples), ["invalid", "duplicates", "out_of_pool", "length", "finished"]
     if listed:
         columns = ["invalid", "unparsable", "out_of_catalog", "duplicates", "lines", "length", "finished"]
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     mine, rows = list(range(rank, len(examples), world)), {}
-    chunks = [mine[i : i + 256] for i in range(0, len(mine), 256)]
+    chunks = [mine[i : i + CHUNK] for i in range(0, -(-len(examples) // world), CHUNK)]
     for at in tqdm(chunks, "evaluate", disable=not progress, leave=False):
+        if not at:
+            with lm.gathered(policy.model):
+                continue
         roll = policy.rollout([prompts[i] for i in at], 1, cfg.eval_temperature, [(cfg.seed, 0, i) for i in at], cfg)
         scored = rewards.score(roll, [examples[i] for i in at], policy.pieces, cfg, "sequence" if listed else "phase")
         for j, i in enumerate(at):
@@ -359,7 +366,7 @@ def main(argv: list[str]) -> dict[str, dict]:
     result = compare(rows, other)
     name = f"eval_{cfg.split}" + (f"_{cfg.baseline}" if cfg.baseline else "")
     write(os.path.join(cfg.run_dir, f"{name}.jsonl"), lines_of(rows))
-    write(os.path.join(cfg.run_dir, f"{name}.json"), json.dumps(
+    write(os.path.join(cfg.run_dir, f"{name}.json"), to_json(
         {"examples": len(rows), "dropped": split.dropped, "metrics": result, "config": dump(cfg)}, indent=1))  # fmt: skip
     print(f"{cfg.baseline or cfg.init} on {cfg.data} {cfg.split}, {len(rows)} examples"
           + (f", against {cfg.against} (* interval leaves out 0)" if cfg.against else ""))  # fmt: skip

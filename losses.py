@@ -186,7 +186,8 @@ def advantages(
 
 
 def preference(reward: Tensor, good: Tensor, valid: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """Implicit rewards beta log(pi / ref) of good and bad answers -> (minus the loss's derivative by each (B,1), loss).
+    """Implicit rewards beta log(pi / ref) of good and bad answers -> (minus the derivative of the losses' sum by each (B,1),
+    losses of the groups that have one).
 
     -log sigmoid(-log sum over the bad l of exp(r_l - r_w)), averaged over the good w of a group, then over groups. One good
     and one bad: DPO (2305.18290). One good, several bad: S-DPO (2406.09215). Several of both: set-level (Mult-DPO,
@@ -201,8 +202,8 @@ def preference(reward: Tensor, good: Tensor, valid: Tensor, group: Tensor) -> tu
             w, bad = r[rows & (good[:, 0] > 0), 0], r[rows & (good[:, 0] <= 0), 0]
             if len(w) and len(bad):
                 losses.append(torch.nn.functional.softplus(bad.logsumexp(0) - w).mean())
-        loss = torch.stack(losses).sum() if losses else r.sum() * 0
-        return -torch.autograd.grad(loss, r)[0], loss.detach() / max(1, len(losses))
+        losses = torch.stack(losses) if losses else r[:0, 0]
+        return -torch.autograd.grad(losses.sum() + r.sum() * 0, r)[0], losses.detach()
 
 
 def gae(
@@ -411,7 +412,8 @@ def credit(
         return out
     if row.baseline == "pairs":
         implicit = cfg.beta * unit_sum((look.logp_old - look.logp_ref).to(reward.dtype), ids, 1)
-        adv, out.preference = preference(implicit, reward, valid, group)
+        adv, losses = preference(implicit, reward, valid, group)
+        out.preference = total(losses.sum()) / total(torch.tensor(len(losses), device=losses.device)).clamp(min=1)
         adv = cfg.beta * adv
     else:
         adv = advantages(reward, valid, group, row.baseline, row.scale, cfg.adv_eps, cfg.ddof, total)

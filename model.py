@@ -39,7 +39,7 @@ def build_tokenizer(kind: str, texts):
     else:
         split = pre_tokenizers.Split(Regex(PIECES[kind]), "isolated")
         words = {piece for text in texts for piece, _ in split.pre_tokenize_str(text)}
-        vocab = {t: i for i, t in enumerate(SPECIAL + sorted(words))}
+        vocab = {t: i for i, t in enumerate(SPECIAL + sorted(words.difference(SPECIAL)))}
         raw = Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
         raw.pre_tokenizer, raw.decoder = split, decoders.Fuse()
     raw.add_special_tokens(SPECIAL)
@@ -73,6 +73,13 @@ def load_tokenizer(cfg: Config, examples=(), catalog=()):
         fail(f"--init {cfg.init}: it has no tokenizer files")
     if tokenizer.eos_token_id is None:
         fail(f"--init {cfg.init}: its tokenizer has no end token (eos_token), so no completion could end")
+    if tokenizer.chat_template:  # a program that came with the model: transformers runs it in a sandbox
+        try:
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as e:
+            fail(f"--init {cfg.init}: its chat template fails: {type(e).__name__} {e}")
     return tokenizer
 
 
@@ -81,6 +88,8 @@ def from_hub(auto, cfg: Config, **kwargs):
     path = checkpoint_of(cfg.init)
     if not os.path.exists(path) and (path.startswith(("runs/", "/", ".")) or path.count("/") > 1):
         fail(f"--init {cfg.init}: cannot load it: there is no such folder (a hub name has at most one slash)")
+    if not os.path.exists(path) and "@" in path:
+        path, kwargs["revision"] = path.split("@", 1)
     if path.endswith(".gguf"):  # needs the packages gguf and accelerate
         path, kwargs["gguf_file"] = os.path.split(path)
     try:
@@ -134,27 +143,39 @@ def compute_dtype(cfg: Config, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def build(cfg: Config, tokenizer) -> nn.Module:
-    """A tiny random Qwen3 for the tokenizer; heads of size 32; seeded by cfg.seed."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
+def tiny_config(cfg: Config, tokenizer):
+    """Config of a tiny Qwen3 for the tokenizer; heads of size 32."""
+    from transformers import Qwen3Config
 
     heads = cfg.width // 32
-    torch.manual_seed(cfg.seed)
-    return AutoModelForCausalLM.from_config(Qwen3Config(
+    return Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=cfg.width, intermediate_size=3 * cfg.width,
         num_hidden_layers=cfg.layers, num_attention_heads=heads, num_key_value_heads=heads, head_dim=32,
         max_position_embeddings=cfg.max_prompt + cfg.max_new_tokens, tie_word_embeddings=cfg.tie,
         initializer_range=cfg.width**-0.5,  # logits of unit size at the start
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    ))  # fmt: skip
+    )  # fmt: skip
+
+
+def build(cfg: Config, tokenizer) -> nn.Module:
+    """That model with random weights, seeded by cfg.seed."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(cfg.seed)
+    return AutoModelForCausalLM.from_config(tiny_config(cfg, tokenizer))
 
 
 def load(cfg: Config, tokenizer, device: torch.device) -> nn.Module:
     """The model of --init, or a tiny one: fp32 master weights, no dropout, on the device."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     if cfg.init:
-        model = from_hub(AutoModelForCausalLM, cfg, dtype=torch.float32)
+        safe = None if cfg.init.endswith(".gguf") else True  # the older .bin files are pickles
+        config = from_hub(AutoConfig, cfg)
+        config._attn_implementation = (
+            "eager"  # until --attention is set: the file may name a kernel of the hub to fetch
+        )
+        model = from_hub(AutoModelForCausalLM, cfg, config=config, dtype=torch.float32, use_safetensors=safe)
         if (
             getattr(model, "hf_quantizer", None) is not None
         ):  # .gguf: the weights are plain fp32 now, so let them be saved
@@ -170,14 +191,19 @@ def load(cfg: Config, tokenizer, device: torch.device) -> nn.Module:
         fail(f"--attention {cfg.attention}: {str(e).strip().splitlines()[0]}")
     if tokenizer is not None and len(tokenizer) > (rows := model.get_input_embeddings().num_embeddings):
         fail(f"--init {cfg.init}: its tokenizer has {len(tokenizer)} tokens, its model {rows}")
-    longest = getattr(model.config, "max_position_embeddings", math.inf)
+    check_positions(cfg, model.config)
+    if cfg.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return no_dropout(model).to(device)
+
+
+def check_positions(cfg: Config, config) -> None:
+    """Prompt and completion must fit into the positions that a model was made for."""
+    longest = getattr(config, "max_position_embeddings", math.inf)
     if cfg.max_prompt + cfg.max_new_tokens > longest:
         fail(
             f"--max_prompt {cfg.max_prompt} + --max_new_tokens {cfg.max_new_tokens} exceed the model's {longest} positions"
         )
-    if cfg.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return no_dropout(model).to(device)
 
 
 def save(model: nn.Module, tokenizer, folder: str, state: dict[str, Tensor] | None = None) -> None:
@@ -334,7 +360,7 @@ def load_weights(model: nn.Module, folder: str) -> None:
     """The weights of a Hugging Face folder into a model of the same kind, sharded or not."""
     from transformers import AutoModelForCausalLM
 
-    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
     load_state(model, {k: v for k, v in whole.state_dict().items()})
 
 

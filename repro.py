@@ -115,10 +115,8 @@ def run_arm(entry: Entry, name: str, arm: Arm, seed: int) -> None:
             with open(f"{folder}.txt", encoding="utf-8") as f:
                 tail = f.read().strip().splitlines()[-5:]
             raise RuntimeError(f"{' '.join(command)} ended with {code}; see {folder}.txt:\n  " + "\n  ".join(tail))
-        if (
-            command[0] == "train.py"
-            and log_of(folder)[-1]["step"] < read_yaml(os.path.join(folder, "config.yaml"))["steps"]
-        ):
+        asked = command[0] == "train.py" and int(read_yaml(os.path.join(folder, "config.yaml"))["steps"])
+        if asked and log_of(folder)[-1]["step"] < asked:
             raise RuntimeError(f"{arm.name} seed {seed} was stopped before its last step")
     print(f"  {arm.name} seed {seed}: done in {time.time() - began:.0f} s", flush=True)
 

@@ -25,7 +25,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from config import answer_of
+import workers
+from config import COLUMNS, COLUMNS_OF, answer_of, fail
 
 PHASES = {  # name -> reward of the phase, from R_slate, R_rank and lambda
     "slate": lambda slate, rank, lam: slate,
@@ -623,6 +624,36 @@ def highest(cfg, unit: str, listed: bool) -> list[float]:
     return [*returns, 1.0] if unit == "rank" else [total]
 
 
+def number(x, what: str) -> float:
+    """x as a float, NaN where it is None (cannot be scored); an error for text, for what is no single number, and for inf."""
+    if isinstance(x, str | bytes | bytearray):
+        raise TypeError(f"{what} is {x!r:.60}, not a number")
+    value = math.nan if x is None else float(x)
+    if math.isinf(value):
+        raise ValueError(f"{what} is {value}")
+    return value
+
+
+def checked(row: Row, tokens: int, units: int) -> Row:
+    """What a scorer returned, with plain numbers: units of that many tokens, that many rewards. Users edit scorers."""
+    ids, reward = [int(u) for u in row.units], [number(r, "a reward") for r in row.reward]
+    if len(ids) != tokens or not all(0 <= u <= units for u in ids):
+        raise ValueError(f"{len(ids)} units for {tokens} tokens, or one outside 0..{units}")
+    if len(reward) != units:
+        raise ValueError(f"{len(reward)} rewards for {units} units")
+    parts = {k: number(v, f"column {k}") for k, v in row.parts.items()}
+    if any(math.isnan(v) for k, v in parts.items() if k != "reward"):
+        raise ValueError(f"a column is NaN: {parts}")
+    slate, ranking = row.answer
+    return Row(ids, reward, parts, (list(slate), list(ranking)))
+
+
+def lost(tokens: int, units: int, listed: bool, cfg) -> Row:
+    """In the place of a row whose reward could not be had: nothing is trained, nothing compared with it."""
+    answer = ([], [None] * cfg.slate_size if listed else [])
+    return Row([0] * tokens, [math.nan] * units, {"reward": math.nan}, answer)
+
+
 def score(
     roll, examples: list, pieces: list[bytes], cfg, unit: str, *, popularity: dict[str, int] | None = None
 ) -> Scored:
@@ -633,22 +664,42 @@ def score(
     line of a list (Rank-GRPO). A malformed completion of phases gets format_penalty, on all of its tokens (format_scope).
     With overlong the punishment of length is added to every unit. Forced tokens (prefix) are read, never trained
     (F18). popularity: training counts of items (Split.popularity), for popularity_power and tail_quota.
+
+    A row whose scorer raises, dies, hangs (reward_workers) or returns no numbers is unscorable and counted in the part
+    reward_errors; more than max_reward_errors of the rows end the run with the first error (F52).
     """
     listed = answer_of(cfg) == "list" or unit == "rank"
     pools = catalogs_of(examples) if listed else names_of(examples)
     head = head_items(popularity) if popularity and cfg.tail_quota else frozenset()
-    prefix = [cfg.prefix.encode()] if cfg.prefix else []
-    unit_ids, rewards, texts, answers = torch.zeros_like(roll.tokens), [], [], []
-    parts: dict[str, list[float]] = {}
-    group, mask = roll.group.tolist(), roll.mask.cpu()
-    for b, tokens in enumerate(roll.tokens.cpu()):
-        example = examples[group[b]]
-        pool = pools[id(example.candidates)]
-        said = prefix + [pieces[t] if t < len(pieces) else b"" for t in tokens[mask[b]].tolist()]
+    prefix, high = [cfg.prefix.encode()] if cfg.prefix else [], highest(cfg, unit, listed)
+    asked = [examples[g] for g in roll.group.tolist()]
+    mask, tokens = roll.mask.cpu(), roll.tokens.cpu()
+    said = [[*prefix, *(pieces[t] if 0 <= t < len(pieces) else b"" for t in row[real].tolist())]
+            for row, real in zip(tokens, mask)]  # fmt: skip
+
+    def one(b: int) -> Row:
+        pool = pools[id(asked[b].candidates)]
         if listed:
-            row = score_list(said, example, pool, cfg, unit)
+            row = score_list(said[b], asked[b], pool, cfg, unit)
         else:
-            row = score_phases(said, example, pool, cfg, unit, popularity, head)
+            row = score_phases(said[b], asked[b], pool, cfg, unit, popularity, head)
+        return checked(row, len(said[b]), len(high))
+
+    most = cfg.max_reward_errors * len(said)
+    found = workers.run(one, [(b,) for b in range(len(said))], cfg.reward_workers, cfg.reward_timeout, most)
+    errors = [(row, example) for row, example in zip(found, asked) if isinstance(row, workers.Failure)]
+    if len(errors) > most:
+        first, example = errors[0]
+        fail(f"rewards: {len(errors)} or more of {len(said)} completions cannot be scored (--max_reward_errors "
+             f"{cfg.max_reward_errors:g}); the first: {first.what} (example {example.id}{first.where and ', '}{first.where})")  # fmt: skip
+
+    unit_ids, rewards, rows = torch.zeros_like(roll.tokens), [], []
+    form = COLUMNS_OF["list" if listed else "phases"]
+    own = f"{form} {COLUMNS} reward_errors".split()  # the same in every call and on every rank, whatever failed there
+    columns = list(dict.fromkeys([*own, *(c for row in found if isinstance(row, Row) for c in row.parts)]))
+    for b, row in enumerate(found):
+        failed = isinstance(row, workers.Failure)
+        row = lost(len(said[b]), len(high), listed, cfg) if failed else row
         units = row.units[len(prefix) :]
         unit_ids[b, : len(units)] = torch.tensor(units, dtype=torch.long)
         late = (
@@ -657,18 +708,18 @@ def score(
             else 0.0
         )
         rewards.append([r + late for r in row.reward])
-        texts.append(join(said))
-        answers.append(row.answer)
         total = row.parts["reward"] + late
         scorable = not math.isnan(total)
         row.parts["reward"] = total if scorable else 0.0
-        for key, value in {
-            **row.parts, "overlong": late, "unscorable": float(not scorable), "efficiency": row.parts["reward"] / max(1, len(units)),
-            "length": float(len(units)), "finished": float(roll.finished[b]),
-        }.items():  # fmt: skip
-            parts.setdefault(key, []).append(value)
-    reward = torch.tensor(rewards, dtype=torch.float64, device=roll.tokens.device)
-    return Scored(unit_ids, reward, ~reward.isnan(), parts, texts, answers, highest(cfg, unit, listed))
+        row.parts |= {
+            "overlong": late, "unscorable": float(not scorable), "efficiency": row.parts["reward"] / max(1, len(units)),
+            "length": float(len(units)), "finished": float(roll.finished[b]), "reward_errors": float(failed),
+        }  # fmt: skip
+        rows.append(row)
+    reward = torch.tensor(rewards, dtype=torch.float64, device=roll.tokens.device).reshape(len(rows), len(high))
+    parts = {c: [row.parts.get(c, 0.0) for row in rows] for c in columns}
+    texts, answers = [join(x) for x in said], [row.answer for row in rows]
+    return Scored(unit_ids, reward, ~reward.isnan(), parts, texts, answers, high)
 
 
 def demonstrated(roll, pieces: list[bytes] | None = None, cfg=None, unit="sequence") -> Scored:
@@ -700,8 +751,8 @@ def contrasted(roll, scored: Scored, joint: Tensor, positives: int, negatives: i
 
 
 def pick(scored: Scored, rows: Tensor) -> Scored:
-    """The rows (B,) bool of scores."""
-    at = rows.nonzero()[:, 0].tolist()
+    """The rows (a mask (B,), or their numbers) of scores."""
+    at = torch.arange(len(scored.texts))[rows.cpu()].tolist()
     parts = {k: [v[i] for i in at] for k, v in scored.parts.items()}
     return replace(scored, unit_ids=scored.unit_ids[rows], reward=scored.reward[rows], valid=scored.valid[rows], parts=parts,
                    texts=[scored.texts[i] for i in at], answers=[scored.answers[i] for i in at])  # fmt: skip

@@ -175,7 +175,7 @@ def rollout(
 
 
 def take(roll: Rollout, rows: Tensor, groups: list[int]) -> Rollout:
-    """The rows (B,) bool of a rollout, which belong to these groups, renumbered from 0."""
+    """The rows (a mask (B,), or their numbers) of a rollout, which belong to these groups, renumbered from 0."""
     new = torch.full((len(roll.prompt_ids),), -1, device=roll.group.device)
     new[groups] = torch.arange(len(groups), device=roll.group.device)
     return Rollout([roll.prompt_ids[g] for g in groups], roll.tokens[rows], roll.logp[rows], roll.mask[rows],

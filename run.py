@@ -13,6 +13,7 @@ import json
 import math
 import os
 import shutil
+import socket
 import sys
 from dataclasses import asdict, replace
 
@@ -35,7 +36,20 @@ def write(path: str, text: str) -> None:
 
 def lines_of(rows: list[dict]) -> str:
     """Rows -> JSON lines."""
-    return "".join(json.dumps(r) + "\n" for r in rows)
+    return "".join(to_json(r) + "\n" for r in rows)
+
+
+def to_json(value, **how) -> str:
+    """JSON that strict readers take: NaN and infinities, which it does not have, become null."""
+
+    def known(x):
+        if isinstance(x, dict):
+            return {k: known(v) for k, v in x.items()}
+        if isinstance(x, list | tuple):
+            return [known(v) for v in x]
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    return json.dumps(known(value), allow_nan=False, **how)
 
 
 class Run:
@@ -46,8 +60,8 @@ class Run:
     """
 
     MAY_CHANGE = ("config", "steps", "run_dir", "resume", "report", "data_dir", "init", "micro_tokens", "kv_tokens",
-                  "eval_every", "save_every", "diagnose_every", "keep", "log_samples", "attention", "checkpointing", "split", "against", "ranker",
-                  "baseline")  # fmt: skip
+                  "rank_timeout", "plan", "plan_ranks", "plan_gb", "eval_every", "save_every", "diagnose_every", "keep", "log_samples", "attention", "checkpointing", "split", "against", "ranker",
+                  "baseline", "reward_workers", "reward_timeout", "max_reward_errors")  # fmt: skip
 
     def __init__(self, cfg: Config, rank: int):
         self.cfg, self.main, self.checkpoint = cfg, rank == 0, ""
@@ -110,8 +124,11 @@ class Run:
             os.makedirs(self.folder, exist_ok=True)
             self.writer = reporter(self.cfg) if self.main else None
             if self.main:
-                self.lock = open(os.path.join(self.cfg.run_dir, ".lock"), "w")  # held until the run ends
+                self.lock = open(os.path.join(self.cfg.run_dir, ".lock"), "a")  # held until the run ends
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.lock.truncate(0)
+                self.lock.write(launched())
+                self.lock.flush()
                 write(os.path.join(self.cfg.run_dir, "config.yaml"), dump(replace(self.cfg, resume=False)))
         except BlockingIOError:
             fail(f"--run_dir {self.cfg.run_dir} is in use by another process; choose another folder")
@@ -136,15 +153,12 @@ class Run:
                 write(path, "".join(line for line in lines if (step_of(line) or math.inf) <= state["step"]))
         return state["step"]
 
-    def log(self, step: int, metrics: dict, timing: dict, examples: list, roll, scored) -> None:
-        """A line of log.jsonl, and log_samples lines of samples.jsonl."""
+    def log(self, step: int, metrics: dict, timing: dict, samples: list[dict]) -> None:
+        """A line of log.jsonl, and lines of samples.jsonl."""
         if not self.main:
             return
         self.append("log.jsonl", [{"step": step, **metrics, **timing}])
-        shown = range(0, min(len(scored.texts), self.cfg.log_samples))
-        self.append("samples.jsonl", [
-            {"step": step, "id": examples[int(roll.group[b])].id, "text": scored.texts[b], "rewards": scored.reward[b].tolist(),
-             **{k: v[b] for k, v in scored.parts.items()}} for b in shown])  # fmt: skip
+        self.append("samples.jsonl", [{"step": step, **row} for row in samples])
         if self.writer:
             self.writer(step, metrics)
 
@@ -189,8 +203,11 @@ class Run:
             self.link_best(step)
         best = os.path.realpath(os.path.join(self.folder, "best"))
         for old in self.steps()[: -self.cfg.keep]:
-            if os.path.join(os.path.realpath(self.folder), old) != best:
-                shutil.rmtree(os.path.join(self.folder, old))
+            path = os.path.join(self.folder, old)
+            if os.path.realpath(path) != best and not os.path.islink(
+                path
+            ):  # what a link points at is not ours to delete
+                shutil.rmtree(path)
 
     def restore(self, policy, reference, best: bool) -> None:
         """Put weights back that lie nearer to the reference (kl_fuse): of the best checkpoint, or of the start where there is
@@ -217,6 +234,30 @@ class Run:
             self.writer(None, {})
         if self.main:
             self.lock.close()
+
+
+def launched() -> str:
+    """The torchrun that started this process: the same in a worker that it restarted, another for every other command."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {socket.gethostname()} {os.getppid()}"
+
+
+def continued(cfg: Config) -> Config:
+    """torchrun --max-restarts gives a restarted worker the same command: it goes on from the last checkpoint of the run that
+    this torchrun began, or begins it again where there is none. Every other run in the folder stays refused (Run)."""
+    if cfg.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return cfg
+    resume = [False]
+    if not dist.is_initialized() or dist.get_rank() == 0:  # one rank decides: the others may be on another machine
+        lock = os.path.join(cfg.run_dir, ".lock")
+        ours = os.path.exists(lock) and open(lock, encoding="utf-8", errors="replace").read() == launched()
+        folder = os.path.join(cfg.run_dir, "checkpoints")
+        resume = [ours and any(n.startswith("step-") for n in os.listdir(folder))]
+        for name in ("config.yaml", "log.jsonl", "samples.jsonl") if ours and not resume[0] else ():
+            if os.path.exists(path := os.path.join(cfg.run_dir, name)):
+                os.remove(path)
+    if dist.is_initialized():
+        dist.broadcast_object_list(resume)
+    return replace(cfg, resume=resume[0])
 
 
 def step_of(line: str) -> int | None:

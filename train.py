@@ -18,14 +18,17 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
 import data
 import model as lm
+import plan
 import rewards
 from config import Config, fail, parse
 from eval import Policy, evaluate, means, open_policy
@@ -53,14 +56,17 @@ from losses import (
     value_loss,
 )  # fmt: skip
 from rollout import Rollout, demonstrations, join, take
-from run import Run
+from run import Run, continued
 
 WATCH = ("reward", "slate_recall", "rank_ndcg", "invalid", "loss", "entropy", "grad_norm")  # in the progress bar
 
 
 def main(cfg: Config) -> dict[str, float]:
     """Run the experiment; returns the last evaluation on the valid split."""
-    rank, world, device = launch()
+    if cfg.deterministic:
+        repeatable()
+    rank, world, device = launch(cfg.rank_timeout)
+    cfg = continued(cfg)
     method, run = resolve(cfg), Run(cfg, rank)
     train, valid = data.load(cfg, "train"), data.load(cfg, "valid")
     policy = open_policy(replace(cfg, init=run.checkpoint or cfg.init), train, device)
@@ -103,7 +109,7 @@ def main(cfg: Config) -> dict[str, float]:
             latest = means(evaluate(policy, *held_out, cfg))
             metrics |= {f"valid/{k}": v for k, v in latest.items()}
         timing = {"seconds_sample": sampled - began, "seconds": time.perf_counter() - began, "memory_gb": peak_memory()}
-        run.log(done, metrics, timing, [task.examples[i] for i in batch], roll, scored)
+        run.log(done, metrics, timing, first_samples([task.examples[i].id for i in batch], roll, scored, cfg))
         bar.set_postfix({k: f"{metrics[k]:.3f}" for k in WATCH if k in metrics}, refresh=False)
         bar.update()
         better = run.improves(metrics.get(f"valid/{cfg.best_metric}"))
@@ -142,24 +148,32 @@ def sample(task: Task, policy: Policy, batch: list[int], keys: list[tuple], cfg:
 
 def sampled(task: Task, policy: Policy, batch: list[int], step: int, cfg: Config, method: Method):
     """Rollouts of the policy. With refill (dynamic sampling), prompts whose samples all earn the same give way to others,
-    at most refill times; what is left then stays, without a signal (F54)."""
+    at most refill times; what is left then stays, without a signal (F54). A replacement takes over the place in the batch
+    (and so the rank) of the prompt that it replaces: which prompt goes where is a function of the whole batch."""
+    rank, world = place()
     roll, scored = sample(task, policy, batch, [(cfg.seed, step, i) for i in batch], cfg, method)
     for attempt in range(1, cfg.refill + 1):
         rows = lively(scored, roll)
         index, n = numbered(roll.group)
-        dull = (~rows).new_ones(n).scatter(0, index, ~rows).nonzero()[:, 0].tolist()
-        if not all_sum(torch.tensor(len(dull), device=roll.group.device)):
+        dull = (~rows).new_ones(n).scatter(0, index, ~rows).long()
+        dull = all_gather(dull).view(world, n).T.flatten().nonzero()[:, 0].tolist()  # places in the batch of all ranks
+        fresh = others(len(task.examples), step, attempt, cfg)[: len(dull)]  # with too few of them the rest stays
+        if not fresh:
             break
-        fresh = others(len(task.examples), step, attempt, cfg)[: len(dull)]
-        if not fresh:  # other ranks draw: gathering the weights is collective
-            with lm.gathered(policy.model):
+        mine = {at // world: i for at, i in zip(dull, fresh) if at % world == rank}  # own group -> its new prompt
+        if not mine:
+            with lm.gathered(policy.model):  # other ranks draw, and gathering the weights is collective
                 continue
-        new, new_scored = sample(task, policy, fresh, [(cfg.seed, step, i, attempt) for i in fresh], cfg, method)
-        live = [g for g in range(n) if g not in set(dull[: len(fresh)])]  # with too few fresh ones the rest stays
+        keys = [(cfg.seed, step, i, attempt) for i in mine.values()]
+        new, new_scored = sample(task, policy, list(mine.values()), keys, cfg, method)
+        live = [g for g in range(n) if g not in mine]
         keep = torch.isin(roll.group, torch.tensor(live, dtype=torch.long, device=roll.group.device))
         scored = rewards.concat(rewards.pick(scored, keep), new_scored)
         roll = join(take(roll, keep, live), new)
-        batch = [batch[g] for g in live] + fresh
+        at = live + list(mine)
+        rows = torch.tensor(at, device=roll.group.device)[roll.group].argsort(stable=True)
+        roll, scored = take(roll, rows, sorted(range(n), key=at.__getitem__)), rewards.pick(scored, rows)
+        batch = [mine.get(g, i) for g, i in enumerate(batch)]
     return batch, roll, scored
 
 
@@ -170,15 +184,11 @@ def lively(scored: rewards.Scored, roll: Rollout) -> torch.Tensor:
 
 
 def others(n: int, step: int, attempt: int, cfg: Config) -> list[int]:
-    """Prompts to put in the place of dull ones: an order of its own for every attempt, without those that the step, or an
-    earlier attempt, has on any rank; this rank's share of them."""
-    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    """Prompts to put in the place of dull ones, for all ranks: an order of its own for every attempt, without those that the
+    step, or an earlier attempt, has on any rank."""
     used = set(data.order(n, cfg.seed, step, cfg.batch_size))
     rest = [int(i) for i in np.random.default_rng([cfg.seed, step, 1]).permutation(n) if int(i) not in used]
-    part = rest[
-        (attempt - 1) * cfg.batch_size : attempt * cfg.batch_size
-    ]  # no attempt replaces more than the whole batch
-    return part[rank::world]
+    return rest[(attempt - 1) * cfg.batch_size : attempt * cfg.batch_size]  # as many as the batch has, if all are dull
 
 
 def demonstrated(task: Task, policy: Policy, batch: list[int], step: int, cfg: Config, method: Method):
@@ -195,9 +205,8 @@ def contrasted(task: Task, policy: Policy, batch: list[int], step: int, cfg: Con
         joint = torch.tensor(scored.parts["reward"], device=roll.group.device)
         return batch, roll, rewards.contrasted(roll, scored, joint, cfg.good_answers, cfg.bad_answers)
     device = next(policy.model.parameters()).device
-    answers = [data.contrast(cfg, task.examples[i]) for i in batch]
-    ids = [[completion_ids(policy, text) for text in good + bad] for good, bad in answers]
-    roll = demonstrations([task.prompts[i] for i in batch], ids, device)
+    answers = [contrast_ids(policy, task.examples[i], cfg) for i in batch]
+    roll = demonstrations([task.prompts[i] for i in batch], [good + bad for good, bad in answers], device)
     flags = [float(k < len(good)) for good, bad in answers for k in range(len(good) + len(bad))]
     scored = rewards.demonstrated(roll, policy.pieces, cfg)
     scored.reward = torch.tensor(flags, dtype=torch.float64, device=device)[:, None]
@@ -209,6 +218,11 @@ SOURCES = {"sample": sampled, "demo": demonstrated, "pairs": contrasted}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parts of a step
+
+
+def place() -> tuple[int, int]:
+    """(rank, ranks). Group g of a rank is prompt g * ranks + rank of the batch."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def all_sum(x: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
@@ -436,11 +450,11 @@ def unit_weights_at(cfg: Config, method: Method, step: int, scored: rewards.Scor
     units = scored.reward.shape[1]
     if cfg.weights or method.unit != "phase":
         return list(cfg.weights) or [1.0] * units
-    adv = advantages(scored.reward, scored.valid, roll.group, "mean")
-    count = all_sum(scored.valid.double().sum(0)).clamp(min=1)
-    remaining = (all_sum((adv**2).sum(0)) / count).sqrt()
-    later = cfg.phases.index("rank")
-    remaining = torch.stack([remaining[cfg.phases.index("slate")], remaining[later]])
+    later, remaining = cfg.phases.index("rank"), None
+    if cfg.lam_schedule == "adaptive":
+        adv = advantages(scored.reward, scored.valid, roll.group, "mean")
+        count = all_sum(scored.valid.double().sum(0)).clamp(min=1)
+        remaining = (all_sum((adv**2).sum(0)) / count).sqrt()[[cfg.phases.index("slate"), later]]
     lam = lambda_at(cfg.lam, cfg.lam_schedule, cfg.lam_end, step / max(1, cfg.steps - 1), remaining)
     return [lam if u == later else 1.0 for u in range(units)]
 
@@ -475,15 +489,32 @@ def describe(scored: rewards.Scored, got: Credit, roll: Rollout, cfg: Config) ->
     sums = dict(zip(sums, all_sum(torch.tensor(list(sums.values()), dtype=torch.float64, device=adv.device)).tolist()))
     rows, steps, tokens = sums.pop("rows"), sums.pop("row_steps"), sums.pop("sampled_tokens")
     out = {k: v / rows for k, v in sums.items()} | {"wasted": 1 - tokens / steps if steps else 0.0}
-    if got.preference is None:
-        return out
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    return out | {"preference_loss": float(all_sum(got.preference)) / world}
+    return out if got.preference is None else out | {"preference_loss": float(got.preference)}
 
 
-def completion_ids(policy: Policy, text: str) -> list[int]:
-    """Token ids of a written answer, stop token included."""
-    return policy.tokenizer(text, add_special_tokens=False)["input_ids"] + [policy.tokenizer.eos_token_id]
+def first_samples(ids: list[str], roll: Rollout, scored: rewards.Scored, cfg: Config) -> list[dict]:
+    """Lines of samples.jsonl: the first log_samples samples of the step in the order of the batch, whichever ranks have
+    them. ids: of the examples of this rank's groups. Nothing where nothing was sampled."""
+    if not scored.texts or not cfg.log_samples:
+        return []
+    rank, world = place()
+    rows = [
+        (int(roll.group[b]) * world + rank,
+         {"id": ids[int(roll.group[b])], "text": scored.texts[b], "rewards": scored.reward[b].tolist(),
+          **{k: v[b] for k, v in scored.parts.items()}})
+        for b in range(min(len(scored.texts), cfg.log_samples))
+    ]  # fmt: skip
+    if world > 1:
+        parts = [None] * world
+        dist.all_gather_object(parts, rows)
+        rows = sorted((row for part in parts for row in part), key=lambda row: row[0])
+    return [row for _, row in rows[: cfg.log_samples]]
+
+
+def contrast_ids(policy: Policy, example, cfg: Config) -> tuple[list[list[int]], list[list[int]]]:
+    """Token ids of the good and of the bad answers made for a request."""
+    good, bad = data.contrast(cfg, example)
+    return tuple([data.encode_answer(policy.tokenizer, text, cfg.tags) for text in texts] for texts in (good, bad))
 
 
 def usable(train: data.Split, policy: Policy, cfg: Config, method: Method) -> Task:
@@ -491,11 +522,17 @@ def usable(train: data.Split, policy: Policy, cfg: Config, method: Method) -> Ta
     examples, prompts = data.fit(train, policy.tokenizer, cfg)
     demos: list[list[int]] = []
     if method.source == "demo":
-        ids = [completion_ids(policy, e.demo) if e.demo else [] for e in examples]
+        ids = [data.encode_answer(policy.tokenizer, e.demo, cfg.tags) if e.demo else [] for e in examples]
         keep = [i for i, d in enumerate(ids) if 0 < len(d) <= cfg.max_new_tokens]
         if len(keep) < len(ids):
             train.dropped["no demonstration, or longer than --max_new_tokens"] = len(ids) - len(keep)
         examples, prompts, demos = ([x[i] for i in keep] for x in (examples, prompts, ids))
+    elif method.source == "pairs" and cfg.pair_source == "data":
+        longest = [max(len(ids) for some in contrast_ids(policy, e, cfg) for ids in some) for e in examples]
+        keep = [i for i, n in enumerate(longest) if n <= cfg.max_new_tokens]
+        if len(keep) < len(longest):
+            train.dropped["good or bad answer longer than --max_new_tokens"] = len(longest) - len(keep)
+        examples, prompts = ([x[i] for i in keep] for x in (examples, prompts))
     if len(examples) < cfg.batch_size:
         fail(f"--batch_size {cfg.batch_size}: {cfg.data} has {len(examples)} usable training examples "
              f"(left out: {dict(train.dropped) or 'none'}); lower it")  # fmt: skip
@@ -513,16 +550,60 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
-def launch() -> tuple[int, int, torch.device]:
-    """(rank, ranks, device); joins the process group under torchrun."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    local = int(os.environ.get("LOCAL_RANK", 0))
+def environment() -> tuple[int, int, int]:
+    """(rank, ranks, rank on this machine), as torchrun sets them; (0, 1, 0) without it."""
+    given = {k: os.environ.get(k, default) for k, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))}
+    shown = " ".join(f"{k}={v}" for k, v in given.items())
+    if not all(v.isascii() and v.isdigit() for v in given.values()):
+        fail(f"{shown}: whole numbers are needed; start several processes with torchrun")
+    rank, world, local = map(int, given.values())
+    if not local <= rank < world:
+        fail(f"{shown}: LOCAL_RANK <= RANK < WORLD_SIZE must hold; start several processes with torchrun")
+    if world > 1 and (missing := [k for k in ("MASTER_ADDR", "MASTER_PORT") if k not in os.environ]):
+        fail(f"{shown} without {missing[0]}: start several processes with torchrun")
+    return rank, world, local
+
+
+def launch(wait=1800.0) -> tuple[int, int, torch.device]:
+    """(rank, ranks, device); joins the process group under torchrun. wait: seconds a rank waits for the others."""
+    rank, world, local = environment()
     cuda = torch.cuda.is_available()
+    if cuda and local >= torch.cuda.device_count():
+        fail(f"LOCAL_RANK={local}: this machine has {torch.cuda.device_count()} GPUs; lower --nproc_per_node")
     if cuda:
         torch.cuda.set_device(local)
     if world > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo")
-    return int(os.environ.get("RANK", 0)), world, torch.device("cuda", local) if cuda else torch.device("cpu")
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=wait))
+    return rank, world, torch.device("cuda", local) if cuda else torch.device("cpu")
+
+
+def repeatable() -> None:
+    """Deterministic GPU kernels where there are some; torch warns of an operation without one (docs/scale.md)."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matrix product
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # read by transformers
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+@record  # for torchrun's report of the rank that failed first
+def command() -> None:
+    """The process. A rank that fails leaves with its traceback at once, and torchrun stops the others. A rank that only
+    misses another one says so in a line, and late: so the first traceback, and torchrun's report, are of the fault."""
+    try:
+        world = environment()[1]
+        cfg = parse(world_size=world)
+        plan.show(cfg, world) if cfg.plan else main(cfg)
+    except KeyboardInterrupt:  # before the loop, or the second one: the last checkpoint stands
+        sys.exit(130)
+    except RuntimeError as e:
+        if not dist.is_initialized() or not (isinstance(e, dist.DistError) or "gloo" in str(e)):
+            raise
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(2)
+        print(f"train.py: rank {dist.get_rank()} leaves: another rank is gone, or late by more than --rank_timeout "
+              f"({' '.join(str(e).split())[:200]}); the last checkpoint stands", file=sys.stderr)  # fmt: skip
+        os._exit(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Signals:
@@ -544,7 +625,4 @@ class Signals:
 
 
 if __name__ == "__main__":
-    try:
-        main(parse(world_size=int(os.environ.get("WORLD_SIZE", 1))))
-    except KeyboardInterrupt:  # before the loop, or the second one: the last checkpoint stands
-        sys.exit(130)
+    command()

@@ -227,7 +227,7 @@ def dpo(s: Sides, beta=0.3):
     logp, ref = s.logp(s.at(s.new), rows, 1.0)[0], s.logp(s.ref, rows, 1.0)[0].detach()
     good = (torch.arange(2 * N) < N)[:, None]
     adv, value = losses.preference(beta * unit_sum(logp.detach() - ref, ids, 1), good, good | True, s.group[rows])
-    record("dpo (sigmoid)", (value, trained(s, logp, spread(beta * adv, ids), ids, row, rows)[1]), theirs)
+    record("dpo (sigmoid)", (value.mean(), trained(s, logp, spread(beta * adv, ids), ids, row, rows)[1]), theirs)
 
 
 def sft(s: Sides):

@@ -443,7 +443,7 @@ def write_lastfm(folder, stamps=False):
     if stamps:  # user 2 the other way round
         rows = ["2 4 6 1300000004000", "2 2 6 1300000003000", "2 1 6 1300000001000", "2 3 6 1300000002000"]
         rows = ["userID artistID tagID timestamp", *rows, "2 5 6 -434246400000", "2 5 6 1009843199999"]
-        (folder / "user_taggedartists-timestamps.dat").write_text("\n".join(rows).replace(" ", "\t"))
+        (folder / "user_taggedartists-timestamps.dat").write_text("".join(f"{r}\n" for r in rows).replace(" ", "\t"))
     return folder
 
 

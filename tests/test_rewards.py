@@ -652,7 +652,7 @@ def test_the_toy_request_with_five_responders():
     assert [[k + 1 for k, v in enumerate(row) if v] for row in alone] == [[1], [1], [6], [1], [4]]
     parts = {k: v[0] for k, v in union.parts.items()}
     want = {"reward": 3, "overlong": 0, "hits": 3, "recall": 3 / 5, "dcg": discount(1, 4, 6), "invalid": 0, "unparsable": 1 / 8, "finished": 1,
-            "out_of_catalog": 1 / 7, "duplicates": 1 / 7, "lines": 8, "unscorable": 0, "length": len(TOY_LIST) + 1}  # fmt: skip
+            "out_of_catalog": 1 / 7, "duplicates": 1 / 7, "lines": 8, "unscorable": 0, "length": len(TOY_LIST) + 1, "reward_errors": 0}  # fmt: skip
     assert parts == pytest.approx({**want, "efficiency": 3 / (len(TOY_LIST) + 1)})
     items, ranks = union.answers[0]
     assert items == [x for x in TOY_LIST.split("\n") if "(" in x]
