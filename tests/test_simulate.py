@@ -370,6 +370,11 @@ def faked(kept: dict, q_end=0.9) -> tuple[Scale, Results]:
         for a in arms])  # fmt: skip
 
 
+def test_a_cell_is_mean_and_sample_deviation():
+    got = Results([{"arm": vars(replace(TINY, seed=s)), "seconds": 1, "trace": {"q": [0.1, q]}} for s, q in ((0, 0.5), (1, 0.7))])  # fmt: skip
+    assert got.cell(TINY, "q", [0, 1]) == "0.6000 +- 0.1414" and got.cell(TINY, "q", [1], 2) == "0.70"
+
+
 @pytest.mark.parametrize("kept, q_end, held", [
     ({0.0: [0.9, 0.1, 1.0], 1.0: [0.9, 0.3, 1.0]}, 0.9, "yes yes yes yes yes"),
     ({0.0: [1.0, 0.1, 1.0], 1.0: [1.0, 0.1, 1.0]}, 0.6, "no yes yes no no"),
