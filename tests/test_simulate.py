@@ -390,11 +390,11 @@ def test_a_stopped_command_keeps_what_was_done(tmp_path):
     command = [sys.executable, "simulate.py", "--jobs", "1", "--seeds", "0", "--out", str(tmp_path)]
     child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     files = lambda: [os.path.join(d, n) for d, _, names in os.walk(tmp_path) for n in names if n.endswith(".json")]  # noqa: E731
-    until = time.monotonic() + 60
+    until = time.monotonic() + 200
     while not files() and child.poll() is None and time.monotonic() < until:
         time.sleep(0.05)
     child.terminate()
-    err = child.communicate(timeout=60)[1]
+    err = child.communicate(timeout=200)[1]
     assert child.returncode == 1 and "stopped: SIGTERM; the same command goes on" in err, err
     made = [json.load(open(f)) for f in files()]
     assert 1 <= len(made) < 45 and all(sim.load(str(tmp_path), Arm(**r["arm"])) == r for r in made)
