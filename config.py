@@ -196,6 +196,9 @@ class Config:
     """AdamW second-moment decay."""
     grad_clip: float = 1.0
     """Largest gradient norm; 0: no clipping."""
+    max_bad_steps: int = 5
+    """Stop after this many steps in a row whose loss or gradient was NaN or infinite (their batches are in RUN_DIR/bad);
+    0: never."""
 
     "== Method (empty or -1: what the row of METHODS says)"
 
@@ -411,7 +414,7 @@ AT_LEAST = {  # smallest allowed value
     ),
     **dict.fromkeys("batch_size micro_tokens mu min_count ndcg_k world_gold world_examples keep".split(), 1),
     **dict.fromkeys(
-        "seed data_seed max_examples warmup log_samples eval_every eval_examples save_every ddof diagnose_every".split(),
+        "seed data_seed max_examples warmup log_samples eval_every eval_examples save_every ddof diagnose_every max_bad_steps".split(),
         0,
     ),
     **dict.fromkeys("temperature lr min_lr weight_decay grad_clip beta lam adv_eps world_noise world_slack".split(), 0),

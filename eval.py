@@ -24,7 +24,7 @@ import model as lm
 import rewards
 from config import Config, answer_of, dump, fail, given, parse
 from rollout import Rollout, demonstrations, rollout
-from run import lines_of, to_json, write
+from run import lines_of, to_json, write, writing
 
 CHUNK = 256  # examples of one rollout
 
@@ -365,9 +365,10 @@ def main(argv: list[str]) -> dict[str, dict]:
         rows = evaluate(policy, examples, prompts, cfg, progress=sys.stderr.isatty())
     result = compare(rows, other)
     name = f"eval_{cfg.split}" + (f"_{cfg.baseline}" if cfg.baseline else "")
-    write(os.path.join(cfg.run_dir, f"{name}.jsonl"), lines_of(rows))
-    write(os.path.join(cfg.run_dir, f"{name}.json"), to_json(
-        {"examples": len(rows), "dropped": split.dropped, "metrics": result, "config": dump(cfg)}, indent=1))  # fmt: skip
+    with writing(f"results to {cfg.run_dir}"):
+        write(os.path.join(cfg.run_dir, f"{name}.jsonl"), lines_of(rows))
+        write(os.path.join(cfg.run_dir, f"{name}.json"), to_json(
+            {"examples": len(rows), "dropped": split.dropped, "metrics": result, "config": dump(cfg)}, indent=1))  # fmt: skip
     print(f"{cfg.baseline or cfg.init} on {cfg.data} {cfg.split}, {len(rows)} examples"
           + (f", against {cfg.against} (* interval leaves out 0)" if cfg.against else ""))  # fmt: skip
     print(table(result))

@@ -11,6 +11,7 @@ Left out: tokenizers, models, configuration parsing. Two rows side by side show 
 """
 
 import math
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
@@ -631,6 +632,7 @@ def policy_loss(
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # into head: no traceback
     names = [f.name for f in fields(Method)][:-1]
     shown = [["method", *names, "options"]]
     for name, row in METHODS.items():

@@ -175,7 +175,10 @@ def load(cfg: Config, tokenizer, device: torch.device) -> nn.Module:
         config._attn_implementation = (
             "eager"  # until --attention is set: the file may name a kernel of the hub to fetch
         )
-        model = from_hub(AutoModelForCausalLM, cfg, config=config, dtype=torch.float32, use_safetensors=safe)
+        model, info = from_hub(AutoModelForCausalLM, cfg, config=config, dtype=torch.float32, use_safetensors=safe,
+                               output_loading_info=True)  # fmt: skip
+        if missing := info["missing_keys"]:  # they would be random numbers
+            fail(f"--init {cfg.init}: its weights lack {min(missing)} ({len(missing)} in all)")
         if (
             getattr(model, "hf_quantizer", None) is not None
         ):  # .gguf: the weights are plain fp32 now, so let them be saved
@@ -300,7 +303,8 @@ class Critic(nn.Module):
 
     def forward(self, keep: int, **inputs) -> Tensor:
         """Values (B,keep) of the last keep positions."""
-        return self.head(self.body(**inputs).last_hidden_state[:, -keep:].float()).squeeze(-1)
+        values = self.head(self.body(**inputs).last_hidden_state[:, -keep:].float())
+        return values.squeeze(-1).clone()  # FSDP hooks into what a module returns: not into a view
 
 
 def completion_values(

@@ -22,7 +22,7 @@ from config import Config
 from losses import resolve
 
 GB = 1e9
-CHUNK = 1024  # completion tokens of a chunk of the head, where it is chunked
+CHUNK = 64 * 2**20  # bytes of logits held at once, where the head is chunked
 RANKS = (8, 64, 512)  # shown beside the number at hand
 
 
@@ -69,8 +69,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Path:
-    """How the update runs. shared: each prompt once, P + G R tokens in place of G (P + R); chunk: completion tokens whose
-    logits exist at once (0: all of a micro-batch)."""
+    """How the update runs. shared: each prompt once, P + G R tokens in place of G (P + R), without padding; chunk: bytes of
+    logits that exist at once (0: all of a micro-batch)."""
 
     shared: bool = False
     chunk: int = 0
@@ -204,26 +204,21 @@ def saved_per_token(s: Shape, cfg: Config, ranks: int, path: Path) -> float:
 
         2 h (4 + r)         two RMS norms: their input in fp32 and the normalised one
         n h c               inputs of q, k, v, gate, up: n = 2 shared ones, or 5 copies where autocast casts each
-        (2 H + 2 R) d c     queries, output, and keys and values of R heads: H if repeated (masked sdpa), else K
+        (2 H + 2 R) d c     queries, output, and keys and values of R heads: H if repeated (padded rows under sdpa), else K
         4 H                 log-sum-exp
         W c                 the mask of a padded row of W tokens (sdpa; a bool mask is cast in every block)
         (H + K) d (4 + c)   norms of queries and keys, where there are (Qwen3)
         4 f c               gate, its SiLU, up, and their product
-
-    A shared prefix (sdpa) copies the prompt's keys and values beside those of every sample: counted as R = H heads of
-    G (P + R) rows spread over the P + G R tokens, and no mask of padding.
     """
     c = width(cfg)
     r = c if ranks > 1 else 4
     flash = cfg.attention == "flash_attention_2"
-    rows, unit = samples(cfg), path.unit(cfg)[0]
-    spread = rows * (cfg.max_prompt + cfg.max_new_tokens) / unit if path.shared and not flash else 1.0
-    repeated = s.kv_heads if flash else s.heads
+    padded, unit = not (flash or path.shared), path.unit(cfg)[0]
     out = 2 * s.hidden * (4 + r) + (2 if r == c else 5) * s.hidden * c + 4 * s.ffn * c + 4 * s.heads
-    out += (2 * s.heads + 2 * repeated * spread) * s.head_dim * c
+    out += (2 * s.heads + 2 * (s.heads if padded else s.kv_heads)) * s.head_dim * c
     if s.qk_norm:
         out += (s.heads + s.kv_heads) * s.head_dim * (4 + c)
-    if not flash and not path.shared:
+    if padded:
         out += unit * c
     if cfg.attention == "eager":
         out += s.heads * unit * (4 + c)  # probabilities in fp32, and cast
@@ -247,9 +242,12 @@ def working(s: Shape, cfg: Config, ranks: int, path: Path, units: int) -> float:
 
 def logits(s: Shape, cfg: Config, path: Path, units: int) -> float:
     """Bytes of the head at their highest. Plain: logits in the compute type, divided ones, log-softmax, and three passing
-    copies for the entropy, fp32 each: c + 20 per logit (4 of them are kept for the backward pass). Chunks: two fp32 ones."""
-    positions = units * path.unit(cfg)[1]
-    return 8 * path.chunk * s.vocab if path.chunk else (width(cfg) + 20) * positions * s.vocab
+    copies for the entropy, fp32 each: c + 20 per logit (4 of them are kept for the backward pass). In chunks: two of them,
+    and the gradient of the head's V h weights, made in the same pass in fp32 (in bfloat16 with two copies beside it)."""
+    c = width(cfg)
+    if path.chunk:
+        return 2 * path.chunk + (4 + 2 * c * (c < 4)) * s.vocab * s.hidden
+    return (c + 20) * units * path.unit(cfg)[1] * s.vocab
 
 
 def rollout(s: Shape, cfg: Config, ranks: int, rows: int) -> dict[str, float]:
@@ -474,7 +472,7 @@ def report(cfg: Config, ranks: int = 1, m: Machine = Machine()) -> str:
         memory_table(s, cfg, worlds, path, room),
         path_table(s, cfg, ranks if ranks in worlds else worlds[0], room, m),
         step_table(s, cfg, worlds, path, room, m),
-        ASSUMED.format(m=m, flops=m.flops / 1e12, hbm=m.hbm / 1e12, nvlink=m.nvlink / GB, nic=m.nic / GB, chunk=CHUNK,
+        ASSUMED.format(m=m, flops=m.flops / 1e12, hbm=m.hbm / 1e12, nvlink=m.nvlink / GB, nic=m.nic / GB, chunk=CHUNK // 2**20,
                        far=m.receive(m.node + 1) / GB, hop=m.hop * 1e6, launch=m.launch * 1e3),
     ])  # fmt: skip
 
@@ -499,5 +497,5 @@ max_new_tokens. Keep a tenth of the memory free for the allocator, and 1 GB for 
 Assumed: {flops:g} TFLOP/s sustained; {hbm:g} TB/s of device memory; a rank receives {nvlink:g} GB/s within a
 node of {m.node}, {far:g} GB/s across nodes (a card of {nic:g} GB/s per rank, the ring shares them); {hop:g} us per
 rank of a ring; {launch:g} ms to launch a layer of a decoding step. The update's products hide communication
-as far as they last. Shared prefix: the head in chunks of {chunk} tokens. limit: what takes longest;
+as far as they last. Shared prefix: {chunk} MiB of logits at once. limit: what takes longest;
 memory: these settings do not fit; batch: fewer prompts than ranks, which train.py refuses."""

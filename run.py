@@ -4,10 +4,12 @@
     RUN_DIR/log.jsonl       a line per optimiser step
     RUN_DIR/samples.jsonl   some decoded rollouts of each step, with their rewards
     RUN_DIR/checkpoints/    step-N: a Hugging Face folder plus trainer.pt and config.yaml; best: a link to the best one
+    RUN_DIR/bad/            step-N.pt: batches whose loss or gradient was not finite, the last few
 
 Left out: anything that knows of losses or rewards; train.py calls it.
 """
 
+import contextlib
 import fcntl
 import json
 import math
@@ -15,23 +17,52 @@ import os
 import shutil
 import socket
 import sys
+import zlib
+from array import array
 from dataclasses import asdict, replace
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 import model as lm
 from config import Config, dump, fail, parse
 
+FORMAT = 1  # of trainer.pt: to be raised with any change that older code would misread
+KEYS = {"optimizer", "step", "rng", "best", "best_step", "critic", "memory", "format", "files", "data"}  # of trainer.pt
+ASIDE = 5  # batches kept in bad/
+ON = "make room, then go on from the last checkpoint with --resume"
+
 
 def write(path: str, text: str) -> None:
     """Write aside, sync, rename: a reader sees the old file or the new one, never half of it (F50)."""
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(path + ".tmp", path)
+    try:
+        with open(path + ".tmp", "w", encoding="utf-8") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + ".tmp", path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(path + ".tmp")  # half a file is no use, and a full disk needs the room
+        raise
+
+
+@contextlib.contextmanager
+def writing(what: str, advice="make room or choose another place"):
+    """A disk that is full, read-only or gone ends in one line. safetensors and torch.save have errors of their own for it."""
+    try:
+        yield
+    except Exception as e:
+        if isinstance(e, OSError | SafetensorError) or "PytorchStreamWriter" in str(e) or "inline_container" in str(e):
+            fail(f"cannot write {what} ({reason(e)}); {advice}")
+        raise
+
+
+def reason(e: Exception) -> str:
+    """First line of an error's text, or its type where it has none."""
+    return next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)
 
 
 def lines_of(rows: list[dict]) -> str:
@@ -60,17 +91,23 @@ class Run:
     """
 
     MAY_CHANGE = ("config", "steps", "run_dir", "resume", "report", "data_dir", "init", "micro_tokens", "kv_tokens",
-                  "rank_timeout", "plan", "plan_ranks", "plan_gb", "eval_every", "save_every", "diagnose_every", "keep", "log_samples", "attention", "checkpointing", "split", "against", "ranker",
+                  "rank_timeout", "plan", "plan_ranks", "plan_gb", "eval_every", "save_every", "diagnose_every", "keep", "max_bad_steps", "log_samples", "attention", "checkpointing", "split", "against", "ranker",
                   "baseline", "reward_workers", "reward_timeout", "max_reward_errors")  # fmt: skip
 
     def __init__(self, cfg: Config, rank: int):
         self.cfg, self.main, self.checkpoint = cfg, rank == 0, ""
         self.best, self.best_step = None, None  # highest best_metric so far, and the step it was measured at
+        self.data = ""  # fingerprint of what is trained on
         self.folder = os.path.join(cfg.run_dir, "checkpoints")
+        self.package = logger(cfg.report) if self.main else None
         old = os.path.join(cfg.run_dir, "config.yaml")
         if cfg.resume:
             self.checkpoint = self.latest()
-            self.compare(old)
+            if self.checkpoint:
+                self.read_state(mmap=True)  # a cut or newer one is refused before anything is loaded
+                if not os.path.isfile(os.path.join(self.checkpoint, "config.yaml")):
+                    self.damaged("config.yaml", "missing")
+            self.compare(os.path.join(self.checkpoint or cfg.run_dir, "config.yaml"))
         elif os.path.exists(old) or self.steps():
             fail(f"--run_dir {cfg.run_dir} holds a run already: continue it with --resume, or choose another folder")
 
@@ -84,9 +121,15 @@ class Run:
         return sorted(n for n in names if n.startswith("step-") and n[5:].isdigit())
 
     def latest(self) -> str:
-        if not self.steps():
-            fail(f"--resume: {self.cfg.run_dir} holds no checkpoint; start it anew in another --run_dir")
-        return os.path.join(self.folder, self.steps()[-1])
+        """Folder of the last checkpoint. Empty: the run was killed before its first one, so it starts at step 0."""
+        if self.steps():
+            return os.path.join(self.folder, self.steps()[-1])
+        path = os.path.join(self.cfg.run_dir, "log.jsonl")
+        done = max((step_of(line) or 0 for line in read_lines(path)), default=0)
+        if done > self.cfg.save_every > 0:  # there was one: its log is all that is left
+            fail(f"--resume: {self.cfg.run_dir} holds no checkpoint, though {path} reaches step {done}; put them back, or "
+                 f"start anew in another --run_dir")  # fmt: skip
+        return ""
 
     def compare(self, path: str) -> None:
         """A resumed run must be the same experiment."""
@@ -102,56 +145,109 @@ class Run:
                 )
         self.cfg.init = was.init
 
-    def read_state(self) -> dict:
-        """trainer.pt of the checkpoint to go on from."""
+    def damaged(self, file: str, why: str):
+        """Leave: the checkpoint to go on from was cut or edited."""
+        advice = ("delete it to go on from the one before" if len(self.steps()) > 1 else
+                  "there is no other, so start anew in another --run_dir")  # fmt: skip
+        fail(f"--resume: {self.checkpoint} is damaged ({file}: {why}); {advice}")
+
+    def read_state(self, mmap=False) -> dict:
+        """trainer.pt of the checkpoint to go on from, checked, and the sizes of the files beside it. mmap: do not read the
+        tensors."""
         try:
-            state = torch.load(os.path.join(self.checkpoint, "trainer.pt"), map_location="cpu", weights_only=True)
+            state = torch.load(
+                os.path.join(self.checkpoint, "trainer.pt"), map_location="cpu", weights_only=True, mmap=mmap
+            )
         except Exception as e:
-            reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-            fail(f"--resume: {self.checkpoint} is damaged ({reason}); delete it to go on from the one before")
+            self.damaged("trainer.pt", reason(e))
+        if not isinstance(state, dict) or not isinstance(state.get("format", 0), int):
+            self.damaged("trainer.pt", "not written by this program")
+        if state.get("format", 0) > FORMAT:
+            fail(f"--resume: {self.checkpoint} was written by a newer version of this code (format {state['format']}, here "
+                 f"{FORMAT}); go on with that version")  # fmt: skip
+        needed = KEYS if state.get("format") else KEYS - {"format", "files", "data", "best_step"}
+        if wrong := (needed - state.keys()) or (state.keys() - KEYS):
+            self.damaged(
+                "trainer.pt", f"key {min(map(str, wrong))} is {'missing' if needed - state.keys() else 'unknown'}"
+            )
+        if state["step"] != int(os.path.basename(self.checkpoint)[5:]):
+            self.damaged("trainer.pt", f"it is of step {state['step']}")
+        for name, size in (state.get("files") or {}).items():
+            path = os.path.join(self.checkpoint, name)
+            if not os.path.isfile(path) or os.path.getsize(path) != size:
+                self.damaged(name, f"{os.path.getsize(path)} bytes, not {size}" if os.path.isfile(path) else "missing")
+        for name in sorted(os.listdir(self.checkpoint)):
+            if name.endswith(".safetensors"):
+                try:
+                    with safe_open(os.path.join(self.checkpoint, name), "pt"):
+                        pass
+                except Exception as e:
+                    self.damaged(name, reason(e))
         if state["step"] > self.cfg.steps:
             fail(f"--resume: the run is at step {state['step']} already, beyond --steps {self.cfg.steps}")
         return state
 
-    def open(self, optimizer, critic=None, memory: dict[str, torch.Tensor] | None = None) -> int:
+    def open(self, optimizer, critic=None, memory: dict[str, torch.Tensor] | None = None, data="") -> int:
         """Claim the folder, now that everything is loaded: a start that failed before leaves no run behind. On resume
-        load optimiser, critic, memory (in place) and step of the checkpoint and drop log lines behind it. Returns the first
-        step to do."""
-        state = self.read_state() if self.checkpoint else {}
+        load optimiser, critic, memory (in place) and step of the checkpoint and drop log lines behind it. data: fingerprint
+        of the examples. Returns the first step to do."""
+        self.data, start = data, 0
+        if self.checkpoint:
+            state = self.read_state()
+            start = state["step"]
+            if state.get("data", data) != data:
+                fail(f"--resume: the training examples, or how they become tokens, are not those of {self.checkpoint}: "
+                     f"{state['data']} then, {data} now; put the data back or start a new run")  # fmt: skip
+            try:
+                self.load(state, optimizer, critic, memory or {})
+            except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as e:
+                self.damaged("trainer.pt", f"{type(e).__name__}: {reason(e)}")
         if dist.is_initialized():
             dist.barrier()  # every rank has seen the folder free before the first one writes
-        try:
-            os.makedirs(self.folder, exist_ok=True)
-            self.writer = reporter(self.cfg) if self.main else None
-            if self.main:
-                self.lock = open(os.path.join(self.cfg.run_dir, ".lock"), "a")  # held until the run ends
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self.lock.truncate(0)
-                self.lock.write(launched())
-                self.lock.flush()
-                write(os.path.join(self.cfg.run_dir, "config.yaml"), dump(replace(self.cfg, resume=False)))
-        except BlockingIOError:
-            fail(f"--run_dir {self.cfg.run_dir} is in use by another process; choose another folder")
-        except OSError as e:
-            fail(f"--run_dir {self.cfg.run_dir} cannot be written: {e}")
-        if not self.checkpoint:
-            return 0
+        if self.main:
+            with writing(f"--run_dir {self.cfg.run_dir}"):
+                self.claim(start)
+        return start
+
+    def load(self, state: dict, optimizer, critic, memory: dict[str, torch.Tensor]) -> None:
+        """Put a checkpoint's state where it belongs; raises where it does not fit."""
         load_optimizer(optimizer, state["optimizer"])
         torch.set_rng_state(state["rng"])
         if critic is not None:
             lm.load_state(critic, state["critic"])
-        for key, value in (memory or {}).items():
-            value.copy_(state["memory"][key])
+        saved = {"bad": torch.tensor(0)} | state["memory"]  # format 0 had no count of bad steps
+        for key, value in memory.items():
+            if saved[key].shape != value.shape:
+                raise ValueError(f"memory {key} has shape {list(saved[key].shape)}, not {list(value.shape)}")
+            value.copy_(saved[key])
         self.best, self.best_step = state["best"], state.get("best_step")
-        if self.main and state.get("best_step"):
-            self.link_best(state["best_step"])  # a kill between writing a checkpoint and linking it would lose the link
+
+    def claim(self, start: int) -> None:
+        """Lock the folder, write config.yaml, and tidy what a kill left half done."""
+        os.makedirs(self.folder, exist_ok=True)
+        self.lock = open(os.path.join(self.cfg.run_dir, ".lock"), "a")  # held until the run ends
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.lock.truncate(0)
+            self.lock.write(launched())
+            self.lock.flush()
+        except BlockingIOError:
+            fail(f"--run_dir {self.cfg.run_dir} is in use by another process; choose another folder")
+        self.writer = reporter(self.cfg, self.package)
+        write(os.path.join(self.cfg.run_dir, "config.yaml"), dump(replace(self.cfg, resume=False)))
+        for name in os.listdir(self.folder):
+            if name.startswith(".step-"):
+                shutil.rmtree(os.path.join(self.folder, name))
+        if self.best_step:
+            self.link_best(self.best_step)  # a kill between writing a checkpoint and linking it would lose the link
+        if self.checkpoint:
+            self.prune()
         for name in ("log.jsonl", "samples.jsonl"):
             path = os.path.join(self.cfg.run_dir, name)
-            if self.main and os.path.exists(path):
-                with open(path, encoding="utf-8", errors="replace") as f:
-                    lines = f.readlines()
-                write(path, "".join(line for line in lines if (step_of(line) or math.inf) <= state["step"]))
-        return state["step"]
+            lines = read_lines(path)
+            kept = [line for line in lines if (step_of(line) or math.inf) <= start]
+            if kept != lines:
+                write(path, "".join(kept))
 
     def log(self, step: int, metrics: dict, timing: dict, samples: list[dict]) -> None:
         """A line of log.jsonl, and lines of samples.jsonl."""
@@ -159,12 +255,50 @@ class Run:
             return
         self.append("log.jsonl", [{"step": step, **metrics, **timing}])
         self.append("samples.jsonl", [{"step": step, **row} for row in samples])
-        if self.writer:
-            self.writer(step, metrics)
+        self.report(step, metrics)
+
+    def report(self, step: int | None, metrics: dict) -> None:
+        """Send metrics to the extra logger; one that fails is left out from then on: it is no reason to stop training."""
+        try:
+            if self.writer:
+                self.writer(step, metrics)
+        except Exception as e:
+            self.writer = None
+            self.say(f"warning: --report {self.cfg.report} failed ({reason(e)}); training goes on without it")
 
     def append(self, name: str, rows: list[dict]) -> None:
-        with open(os.path.join(self.cfg.run_dir, name), "a", encoding="utf-8") as f:
+        path = os.path.join(self.cfg.run_dir, name)
+        with writing(path, ON), open(path, "a", encoding="utf-8") as f:
             f.write(lines_of(rows))
+
+    def set_aside(self, step: int, batch: dict) -> None:
+        """Keep a batch whose loss or gradient was not finite, for inspection (torch.load); the first rank's share of it."""
+        folder = os.path.join(self.cfg.run_dir, "bad")
+        path = os.path.join(folder, f"step-{step:06d}.pt")
+        self.say(f"step {step}: loss or gradient is not finite; no update was made, the batch is in {path}")
+        if not self.main:
+            return
+        with writing(path, ON):
+            os.makedirs(folder, exist_ok=True)
+            try:
+                torch.save(batch, path + ".tmp")
+                os.replace(path + ".tmp", path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.remove(path + ".tmp")
+                raise
+            for old in sorted(os.listdir(folder))[:-ASIDE]:
+                os.remove(os.path.join(folder, old))
+
+    def give_up(self, step: int, bad: int):
+        """Leave after too many bad steps in a row; every rank comes here, one speaks."""
+        self.close()
+        last = f"the last checkpoint is {self.steps()[-1]}" if self.steps() else "there is no checkpoint yet"
+        if self.main:
+            fail(f"steps {step - bad + 1} to {step} had a loss or gradient that is not finite (--max_bad_steps); look at their "
+                 f"batches in {os.path.join(self.cfg.run_dir, 'bad')} and at the steps before in log.jsonl; {last}. "
+                 f"Often a lower --lr or --grad_clip helps, in a new run")  # fmt: skip
+        sys.exit(2)
 
     def improves(self, value: float | None) -> bool:
         """Is this the best evaluation so far? Called on every rank: all must agree on what to save."""
@@ -179,35 +313,46 @@ class Run:
         self.best_step = step if better else self.best_step
         if not self.main:
             return
+        whole = weights or policy.model.state_dict()
+        if wrong := next((k for k, w in whole.items() if not w.isfinite().all()), None):
+            self.say(f"warning: step {step} is not saved: {wrong} is not finite")
+            return
         name = f"step-{step:06d}"
         aside, final = os.path.join(self.folder, f".{name}"), os.path.join(self.folder, name)
-        shutil.rmtree(aside, ignore_errors=True)
-        try:
-            lm.save(policy.model, policy.tokenizer, aside, weights)
-            write(os.path.join(aside, "config.yaml"), dump(replace(self.cfg, resume=False)))
-            torch.save({"optimizer": state, "step": step, "rng": torch.get_rng_state(), "best": self.best,
-                        "best_step": self.best_step, "critic": values, "memory": memory or {}},
-                       os.path.join(aside, "trainer.pt"))  # fmt: skip
-            for file in os.listdir(aside):
-                sync(os.path.join(aside, file))
-        except BaseException as e:
-            shutil.rmtree(aside, ignore_errors=True)  # half a checkpoint is no use, and a full disk needs the room
-            if isinstance(e, OSError) or "PytorchStreamWriter" in str(e) or "inline_container" in str(e):
-                fail(f"cannot save step {step} in {self.folder} ({str(e).strip().splitlines()[0]}); make room, then go on "
-                     f"from the last checkpoint with --resume")  # fmt: skip
-            raise
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(aside, final)
-        sync(self.folder)
-        if better:
-            self.link_best(step)
+        with writing(f"step {step} to {self.folder}", ON):
+            for log in ("log.jsonl", "samples.jsonl"):
+                if os.path.exists(path := os.path.join(self.cfg.run_dir, log)):
+                    sync(path)  # a checkpoint must not outlive the lines before it
+            shutil.rmtree(aside, ignore_errors=True)
+            try:
+                lm.save(policy.model, policy.tokenizer, aside, weights)
+                files = {file: os.path.getsize(os.path.join(aside, file)) for file in sorted(os.listdir(aside))}
+                write(os.path.join(aside, "config.yaml"), dump(replace(self.cfg, resume=False)))
+                torch.save({"optimizer": state, "step": step, "rng": torch.get_rng_state(), "best": self.best,
+                            "best_step": self.best_step, "critic": values, "memory": memory or {}, "format": FORMAT,
+                            "files": files, "data": self.data}, os.path.join(aside, "trainer.pt"))  # fmt: skip
+                for file in os.listdir(aside):
+                    sync(os.path.join(aside, file))
+            except BaseException:
+                shutil.rmtree(aside, ignore_errors=True)  # half a checkpoint is no use, and a full disk needs the room
+                raise
+            shutil.rmtree(final, ignore_errors=True)
+            os.rename(aside, final)
+            sync(self.folder)
+            if better:
+                self.link_best(step)
+            self.prune()
+
+    def prune(self) -> None:
+        """Delete all but the last checkpoints and the best. Renamed first: a kill halfway leaves no half checkpoint."""
         best = os.path.realpath(os.path.join(self.folder, "best"))
         for old in self.steps()[: -self.cfg.keep]:
-            path = os.path.join(self.folder, old)
-            if os.path.realpath(path) != best and not os.path.islink(
-                path
-            ):  # what a link points at is not ours to delete
-                shutil.rmtree(path)
+            path, aside = os.path.join(self.folder, old), os.path.join(self.folder, f".{old}")
+            # what a link points at is not ours to delete
+            if os.path.realpath(path) != best and not os.path.islink(path):
+                shutil.rmtree(aside, ignore_errors=True)
+                os.rename(path, aside)
+                shutil.rmtree(aside)
 
     def restore(self, policy, reference, best: bool) -> None:
         """Put weights back that lie nearer to the reference (kl_fuse): of the best checkpoint, or of the start where there is
@@ -230,9 +375,8 @@ class Run:
             os.replace(link, os.path.join(self.folder, "best"))
 
     def close(self) -> None:
-        if self.writer:
-            self.writer(None, {})
         if self.main:
+            self.report(None, {})
             self.lock.close()
 
 
@@ -250,14 +394,18 @@ def continued(cfg: Config) -> Config:
     if not dist.is_initialized() or dist.get_rank() == 0:  # one rank decides: the others may be on another machine
         lock = os.path.join(cfg.run_dir, ".lock")
         ours = os.path.exists(lock) and open(lock, encoding="utf-8", errors="replace").read() == launched()
-        folder = os.path.join(cfg.run_dir, "checkpoints")
-        resume = [ours and any(n.startswith("step-") for n in os.listdir(folder))]
-        for name in ("config.yaml", "log.jsonl", "samples.jsonl") if ours and not resume[0] else ():
-            if os.path.exists(path := os.path.join(cfg.run_dir, name)):
-                os.remove(path)
+        resume = [ours and os.path.exists(os.path.join(cfg.run_dir, "config.yaml"))]
     if dist.is_initialized():
         dist.broadcast_object_list(resume)
     return replace(cfg, resume=resume[0])
+
+
+def read_lines(path: str) -> list[str]:
+    """Lines of a log; none where there is no file."""
+    if not os.path.exists(path):
+        return []
+    with open(path, encoding="utf-8", errors="replace") as f:
+        return f.readlines()
 
 
 def step_of(line: str) -> int | None:
@@ -266,6 +414,17 @@ def step_of(line: str) -> int | None:
         return json.loads(line)["step"] if line.endswith("\n") else None
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def fingerprint(examples: list, prompts: list[list[int]], demos: list[list[int]]) -> str:
+    """Number and checksum of the usable examples, as token ids. The order of the data is a function of their number, so a run
+    cannot go on with others, nor with another tokenizer. Left out: candidates, of which the prompt speaks."""
+    crc = 0
+    for e in examples:
+        crc = zlib.crc32(repr((e.id, e.gold, e.responders)).encode("utf-8", "replace"), crc)
+    for ids in (*prompts, *demos):
+        crc = zlib.crc32(array("q", ids).tobytes(), crc)
+    return f"{len(examples)} examples, checksum {crc:08x}"
 
 
 def sync(path: str) -> None:
@@ -288,30 +447,50 @@ def optimizer_state(optimizer, keep: bool) -> dict:
 
 
 def load_optimizer(optimizer, state: dict) -> None:
-    """Inverse of optimizer_state: shards what the parameters shard."""
+    """Inverse of optimizer_state: shards what the parameters shard. Raises where the state is of other parameters."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     for i, s in state["state"].items():
         p = parameters[i]
+        if missing := {"step", "exp_avg", "exp_avg_sq"} - s.keys():
+            raise ValueError(f"optimizer: parameter {i} lacks {min(missing)}")
         for k, v in s.items():
-            if isinstance(p, DTensor) and torch.is_tensor(v) and v.shape == p.shape:
+            if v.shape not in (p.shape, ()):
+                raise ValueError(f"optimizer: {k} of parameter {i} has shape {list(v.shape)}, not {list(p.shape)}")
+            if isinstance(p, DTensor) and v.shape == p.shape:
                 s[k] = distribute_tensor(v.to(p.device), p.device_mesh, p.placements)
     optimizer.load_state_dict(state)
+    for group, mine in zip(optimizer.param_groups, settings):
+        group.update(mine)  # they are the configuration's, whatever version of torch wrote the file
 
 
-def reporter(cfg: Config):
-    """A function (step, metrics) that also sends them to TensorBoard or wandb; None: log.jsonl alone."""
-    if cfg.report == "none":
+def logger(name: str):
+    """The package behind --report; None: log.jsonl alone."""
+    try:
+        if name == "wandb":
+            import wandb
+
+            return wandb
+        if name == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            return SummaryWriter
+    except ImportError:
+        fail(f"--report {name} needs a package that is not installed: pip install {name}")
+    return None
+
+
+def reporter(cfg: Config, package):
+    """A function (step, metrics) that sends them to the package too; step None: the end."""
+    if package is None:
         return None
     try:
         if cfg.report == "wandb":
-            import wandb
-
-            wandb.init(dir=cfg.run_dir, name=os.path.basename(os.path.normpath(cfg.run_dir)), config=asdict(cfg))
-            return lambda step, metrics: wandb.log(metrics, step) if step else wandb.finish()
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        fail(f"--report {cfg.report} needs a package that is not installed: pip install {cfg.report}")
-    board = SummaryWriter(cfg.run_dir)
+            package.init(dir=cfg.run_dir, name=os.path.basename(os.path.normpath(cfg.run_dir)), config=asdict(cfg))
+            return lambda step, metrics: package.log(metrics, step) if step else package.finish()
+        board = package(cfg.run_dir)
+    except Exception as e:
+        fail(f"--report {cfg.report} cannot start: {reason(e)}")
     return lambda step, metrics: [board.add_scalar(k, v, step) for k, v in metrics.items()] if step else board.close()

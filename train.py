@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
 import data
@@ -56,7 +57,7 @@ from losses import (
     value_loss,
 )  # fmt: skip
 from rollout import Rollout, demonstrations, join, take
-from run import Run, continued
+from run import Run, continued, fingerprint
 
 WATCH = ("reward", "slate_recall", "rank_ndcg", "invalid", "loss", "entropy", "grad_norm")  # in the progress bar
 
@@ -78,11 +79,11 @@ def main(cfg: Config) -> dict[str, float]:
         policy.model, reference, critic = (m and lm.shard(m, policy.dtype) for m in (policy.model, reference, critic))
     optimizer = optimizer_for(policy.model, critic, cfg)
     memory = Memory(torch.full((len(task.examples),), math.nan))
-    start = run.open(optimizer, critic, memory.state())
+    start = run.open(optimizer, critic, memory.state(), fingerprint(task.examples, task.prompts, task.demos))
     run.say(f"{cfg.method} on {cfg.data}: {len(task.examples)} examples, left out: {dict(train.dropped) or 'none'}; "
             f"{sum(p.numel() for p in policy.model.parameters()):,} parameters on {world} x {device.type}; steps {start}..{cfg.steps}")  # fmt: skip
     bar = tqdm(total=cfg.steps, initial=start, desc=cfg.method, disable=rank > 0 or not sys.stderr.isatty())
-    stop, latest = Signals(), {}
+    stop, latest, applied = Signals(), {}, 0
 
     for step in range(start, cfg.steps):
         began = time.perf_counter()
@@ -102,9 +103,11 @@ def main(cfg: Config) -> dict[str, float]:
         metrics = update(policy, critic, optimizer, roll, look, got, cfg, method, memory) | extra
         if metrics.get("fused") and int(memory.blown) % 3 == 0:
             run.restore(policy, reference, best=int(memory.blown) == 3)
+        if metrics["bad"]:
+            run.set_aside(step + 1, vars(roll) | vars(look) | vars(got) | {"metrics": metrics, "reward": scored.reward})
         metrics |= describe(scored, got, roll, cfg) | {"lr": optimizer.param_groups[0]["lr"]}
 
-        done, leaving = step + 1, bool(all_sum(torch.tensor(float(stop.asked), device=device)))
+        done, applied = step + 1, applied + 1 - metrics["skipped"]
         if due(cfg.eval_every):
             latest = means(evaluate(policy, *held_out, cfg))
             metrics |= {f"valid/{k}": v for k, v in latest.items()}
@@ -112,12 +115,20 @@ def main(cfg: Config) -> dict[str, float]:
         run.log(done, metrics, timing, first_samples([task.examples[i].id for i in batch], roll, scored, cfg))
         bar.set_postfix({k: f"{metrics[k]:.3f}" for k in WATCH if k in metrics}, refresh=False)
         bar.update()
+        leaving = bool(all_sum(torch.tensor(float(stop.asked), device=device)))
         better = run.improves(metrics.get(f"valid/{cfg.best_metric}"))
-        if due(cfg.save_every) or better or leaving:
+        if 0 < cfg.max_bad_steps <= int(memory.bad):
+            run.give_up(done, int(memory.bad))
+        # bad steps in a row must not push the good checkpoints out
+        if better or leaving or (due(cfg.save_every) and (done == cfg.steps or not memory.bad)):
             run.save(done, policy, optimizer, better, critic, memory.state())
         if leaving:
             run.say(f"stopped after step {done}; to go on: python train.py --run_dir {cfg.run_dir} --resume")
             break
+    if start < cfg.steps and not applied:
+        run.say(
+            f"warning: none of the steps from {start + 1} on changed the weights (skipped, reward and zero_adv in log.jsonl)"
+        )
     stop.restore()
     bar.close()
     run.close()
@@ -303,8 +314,8 @@ def update(
 ) -> dict[str, float]:
     """mu optimiser updates on one rollout; the loss of every token is divided by a count over the whole step.
 
-    -> metrics of the last pass (entropy and sampler_gap: of the first). An update without a finite gradient is skipped, and
-    one whose KL to the reference is beyond kl_fuse.
+    -> metrics of the last pass (entropy and sampler_gap: of the first). An update without a gradient or with one that is not
+    finite (bad) is skipped, and one whose KL to the reference is beyond kl_fuse.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     unit_ids, units, length = got.unit_ids, count_units(method, cfg), cfg.max_new_tokens
@@ -357,20 +368,24 @@ def update(
                 sums[k] = sums.get(k, 0) + v.detach().double()
         found = {k: float(all_sum(v)) for k, v in sums.items()}
         blown = memory.fuse(found.get("kl_token", 0.0), cfg) if epoch == 0 else blown
-        applied = 0
-        for i, part in enumerate(parts):
+        norms = []
+        for part in parts:
             norm = torch.nn.utils.clip_grad_norm_(part.parameters(), cfg.grad_clip or math.inf)
-            norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-            found["grad_norm" if i == 0 else "grad_norm_critic"] = norm
-            if blown or not 0 < norm < math.inf:  # without a gradient momentum alone would move the weights (F21, F22)
+            norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        found |= dict(zip(("grad_norm", "grad_norm_critic"), norms))
+        # sums over all ranks, so all ranks see the same
+        bad = not all(map(math.isfinite, (*norms, found["loss"], found.get("value_loss", 0.0))))
+        for part, norm in zip(parts, norms):
+            if blown or bad or not norm:  # without a gradient momentum alone would move the weights (F21, F22)
                 part.zero_grad(set_to_none=True)
-            else:
-                applied += 1
+        applied = not (blown or bad) and any(norms)
         if applied:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         # the last epoch's, where the ratio has left 1 (F25); entropy, KL per token and gaps are measured in the first
-        metrics |= found | {"skipped": float(not applied)} | ({"fused": float(blown)} if cfg.kl_fuse else {})
+        metrics |= found | {"skipped": float(not applied), "bad": float(bad or metrics.get("bad", 0.0))}
+        metrics |= {"fused": float(blown)} if cfg.kl_fuse else {}
+    memory.bad.copy_(memory.bad + 1 if metrics["bad"] else torch.tensor(0))
     return metrics
 
 
@@ -407,14 +422,16 @@ def diagnose(policy: Policy, roll: Rollout, look: Look, got: Credit, cfg: Config
 @dataclass
 class Memory:
     """What steps remember besides weights, saved with a checkpoint. success (examples,): running success rate of every
-    prompt, nan before its first visit; rate: factor on the learning rate; blown: KL fuses blown in a row."""
+    prompt, nan before its first visit; rate: factor on the learning rate; blown: KL fuses blown in a row; bad: steps in a row
+    whose loss or gradient was not finite."""
 
     success: torch.Tensor
     rate: torch.Tensor = field(default_factory=lambda: torch.tensor(1.0))
     blown: torch.Tensor = field(default_factory=lambda: torch.tensor(0))
+    bad: torch.Tensor = field(default_factory=lambda: torch.tensor(0))
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {"success": self.success, "rate": self.rate, "blown": self.blown}
+        return {"success": self.success, "rate": self.rate, "blown": self.blown, "bad": self.bad}
 
     def fuse(self, kl: float, cfg: Config) -> bool:
         """Is the KL to the reference (nats per token) beyond kl_fuse? Then the learning rate is halved for good."""
@@ -573,7 +590,11 @@ def launch(wait=1800.0) -> tuple[int, int, torch.device]:
     if cuda:
         torch.cuda.set_device(local)
     if world > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=wait))
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=wait)))
+        # restarted workers meet in torchrun's old store: the addresses of the dead are still in it
+        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world,
+                                timeout=timedelta(seconds=wait))  # fmt: skip
     return rank, world, torch.device("cuda", local) if cuda else torch.device("cpu")
 
 

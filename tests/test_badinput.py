@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import unicodedata
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from test_rewards import GOLD, PIECES, POOL, TOKENIZER, write
 from test_sampling import Mock
 
 import data
+import eval as evaluation
 import model as lm
 import rewards
 import train
@@ -534,3 +536,29 @@ def test_good_and_bad_answers_beyond_the_limit_are_left_out_and_counted(monkeypa
         go(tmp_path / "dpo", "--method", "dpo", "--max_new_tokens", "5")
     err = capsys.readouterr().err
     assert end.value.code == 2 and "good or bad answer longer than --max_new_tokens" in err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Completions
+
+
+def test_completions_without_a_line_are_lists_of_nothing():
+    """The stop token alone, padding sampled as tokens, line breaks, ids that the tokenizer lacks, half a character, nothing."""
+    pad, eos, beyond = TOKENIZER.pad_token_id, TOKENIZER.eos_token_id, len(TOKENIZER) + 7
+    broken = TOKENIZER("東")["input_ids"][:1]
+    rows = [[eos], [pad] * 3, [*TOKENIZER("\n\n \n")["input_ids"], eos], [beyond, 10**6, eos], [*broken, eos], []]
+    cfg = Config(slate_size=3)
+    for unit, want in (("rank", [[0.0] * 4] * 6), ("sequence", [[0.0]] * 6)):
+        got = score(rolled(*rows), [Example("1", "?", POOL, GOLD)] * 6, PIECES, replace(cfg, answer="list"), unit)
+        assert got.reward.tolist() == want and got.valid.all() and got.parts["invalid"] == [1.0] * 6
+        assert got.parts["reward_errors"] == [0.0] * 6 and all(ranks == [None] * 3 for _, ranks in got.answers)
+        assert got.unit_ids.tolist() == rolled(*rows).mask.long().tolist()
+    assert got.texts == ["", "", "\n\n \n", "", "\udce6", ""]
+
+
+def test_further_stop_tokens_of_a_model_are_no_text(monkeypatch):
+    """A model may end a turn by another token than its tokenizer's (F12): its name is not part of the answer."""
+    monkeypatch.setattr(lm, "stop_ids", lambda model, tokenizer: [tokenizer.eos_token_id, 40, 10**6])
+    split = data.Split([Example("1", "a", ["a"], {"a": 1.0})])
+    policy = evaluation.open_policy(Config(tokenizer="byte"), split, torch.device("cpu"))
+    assert policy.pieces[40] == b"" != policy.pieces[41] and len(policy.pieces) == len(policy.tokenizer)

@@ -207,7 +207,12 @@ def test_bytes_and_collectives_of_a_step(kind, dtype, eight_ranks):
 def test_largest_batch_fits_and_one_more_does_not():
     """The printed kv_tokens and micro_tokens stay within the memory, and another group or row would not."""
     s = plan.shape_of(AutoConfig.from_pretrained(os.path.join(FIXTURES, "qwen3-1.7b")))
-    for path in (plan.Path(), plan.Path(checkpointing=True), plan.Path(True, 1024), plan.Path(True, 1024, True)):
+    for path in (
+        plan.Path(),
+        plan.Path(checkpointing=True),
+        plan.Path(True, plan.CHUNK),
+        plan.Path(True, plan.CHUNK, True),
+    ):
         cfg = settings(max_prompt=1000, max_new_tokens=24, group_size=8, batch_size=8 * 10**6)
         kv, micro = plan.largest(s, cfg, 8, path, 60e9)
         for more in (0, 1):

@@ -34,7 +34,9 @@ def resume(run, text="") -> dict[str, float]:
 
 
 def trainer(run, step: int) -> dict:
-    return torch.load(os.path.join(run, "checkpoints", f"step-{step:06d}", "trainer.pt"), weights_only=True)
+    """trainer.pt without the sizes of the files beside it: a tokenizer that was loaded is saved with a flag more."""
+    state = torch.load(os.path.join(run, "checkpoints", f"step-{step:06d}", "trainer.pt"), weights_only=True)
+    return {k: v for k, v in state.items() if k != "files"}
 
 
 def equal(a, b) -> bool:

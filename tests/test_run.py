@@ -68,5 +68,6 @@ def test_a_logger_that_is_not_installed_ends_in_one_line_and_leaves_no_run(name,
         go(tmp_path / "a", f"--method sft --steps 1 --report {name}")
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1 and f"pip install {name}" in error
+    assert not os.path.exists(tmp_path / "a")
     go(tmp_path / "a", "--method sft --steps 1")
     assert len(lines(tmp_path / "a")) == 1
