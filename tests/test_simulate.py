@@ -289,8 +289,11 @@ def tiny(monkeypatch, tmp_path):
     ran: list[Arm] = []
     monkeypatch.setattr(sim.concurrent.futures, "ProcessPoolExecutor", Here)
     monkeypatch.setattr(sim.concurrent.futures, "as_completed", list)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    return SimpleNamespace(out=str(tmp_path), ran=ran, go=lambda *argv: sim.main([*argv, "--out", str(tmp_path)]))
+    handlers: dict = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    return SimpleNamespace(
+        out=str(tmp_path), ran=ran, handlers=handlers, go=lambda *argv: sim.main([*argv, "--out", str(tmp_path)])
+    )
 
 
 def test_a_study_runs_what_is_missing_and_reports_the_rest_as_it_was(tiny, capsys):
@@ -361,6 +364,19 @@ def test_wrong_seeds_and_jobs_are_refused(tiny, flags):
     assert e.value.code == 2 and not tiny.ran
 
 
+def test_sigterm_stops_as_ctrl_c_does(tiny, monkeypatch):
+    """It becomes an exit in the main thread, and one while runs are on says how to go on."""
+    tiny.go("--seeds", "0")
+    with pytest.raises(SystemExit, match="SIGTERM"):
+        tiny.handlers[signal.SIGTERM](signal.SIGTERM, None)
+    monkeypatch.setattr(sim.concurrent.futures, "as_completed", tiny.handlers[signal.SIGTERM])
+    monkeypatch.setattr(sim.concurrent.futures.ProcessPoolExecutor, "shutdown", lambda *_, **how: calls.append(how), raising=False)  # fmt: skip
+    calls: list[dict] = []
+    with pytest.raises(SystemExit, match="stopped: SIGTERM; the same command goes on"):
+        tiny.go("--seeds", "1")
+    assert calls == [{"wait": True, "cancel_futures": True}]
+
+
 def faked(kept: dict, q_end=0.9) -> tuple[Scale, Results]:
     """Results that were not run: gamma -> retained mass at the end, by size."""
     scale = Scale(TINY, [2, 8, 32], [2, 32], [4], [0])
@@ -386,16 +402,23 @@ def test_claims_are_judged_by_the_numbers(kept, q_end, held):
 
 
 def test_a_stopped_command_keeps_what_was_done(tmp_path):
-    """A real process, stopped by SIGTERM: every file it leaves is whole, and the runs that were made are found again."""
+    """A real process, stopped as Ctrl-C stops it, workers and all: every file it leaves is whole and is found again, also that of
+    the run that was on."""
     command = [sys.executable, "simulate.py", "--jobs", "1", "--seeds", "0", "--out", str(tmp_path)]
-    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)  # fmt: skip
     files = lambda: [os.path.join(d, n) for d, _, names in os.walk(tmp_path) for n in names if n.endswith(".json")]  # noqa: E731
     until = time.monotonic() + 200
     while not files() and child.poll() is None and time.monotonic() < until:
         time.sleep(0.05)
-    child.terminate()
+    os.killpg(child.pid, signal.SIGINT)
     err = child.communicate(timeout=200)[1]
-    assert child.returncode == 1 and "stopped: SIGTERM; the same command goes on" in err, err
+    assert child.returncode == 1 and "stopped: KeyboardInterrupt; the same command goes on" in err, err
+    assert "Traceback" not in err, err
     made = [json.load(open(f)) for f in files()]
     assert 1 <= len(made) < 45 and all(sim.load(str(tmp_path), Arm(**r["arm"])) == r for r in made)
+    first = [
+        replace(TENTH, n=16_384, **new) for new in ({}, {"gamma": 1.0}, {"optimizer": "adamw"}, {"surrogate": "prob"})
+    ]
+    there = [os.path.exists(a.path(str(tmp_path))) for a in first]
+    assert there == sorted(there, reverse=True) and sum(there) >= 2  # in order, none lost on the way
     assert not [n for _, _, names in os.walk(tmp_path) for n in names if n.endswith(".tmp")]
