@@ -172,9 +172,7 @@ def load(cfg: Config, tokenizer, device: torch.device) -> nn.Module:
     if cfg.init:
         safe = None if cfg.init.endswith(".gguf") else True  # the older .bin files are pickles
         config = from_hub(AutoConfig, cfg)
-        config._attn_implementation = (
-            "eager"  # until --attention is set: the file may name a kernel of the hub to fetch
-        )
+        config._attn_implementation = "eager"  # until --attention is set: a config.json may name a kernel of the hub
         model, info = from_hub(AutoModelForCausalLM, cfg, config=config, dtype=torch.float32, use_safetensors=safe,
                                output_loading_info=True)  # fmt: skip
         if missing := info["missing_keys"]:  # they would be random numbers

@@ -202,6 +202,11 @@ class Run:
                 self.load(state, optimizer, critic, memory or {})
             except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as e:
                 self.damaged("trainer.pt", f"{type(e).__name__}: {reason(e)}")
+        best = os.path.join(self.folder, "best")
+        if os.path.isdir(best) and not os.path.islink(best):
+            fail(
+                f"--run_dir {self.cfg.run_dir}: checkpoints/best is a folder, not a link (made by a copy?); rename or delete it"
+            )
         if dist.is_initialized():
             dist.barrier()  # every rank has seen the folder free before the first one writes
         if self.main:

@@ -281,6 +281,38 @@ def test_nothing_outlives_a_killed_parent_and_ctrl_c_reaches_the_parent_alone():
         parent.stdout.close()
 
 
+def test_what_a_job_started_ends_with_its_worker():
+    """A verifier that runs a program must not leave it behind, whether the job ended, died or took too long."""
+
+    def job(after):
+        child = os.fork()
+        if not child:
+            time.sleep(600)
+        os.write(pids, b"%d\n" % child)
+        return after()
+
+    read, pids = os.pipe()
+    workers.run(job, [(int,), (lambda: os._exit(1),), (lambda: time.sleep(60),)], 2, 0.5)
+    started = [int(x) for x in os.read(read, 4096).split()]
+    os.close(pids)
+    os.close(read)
+    end = time.monotonic() + 10
+    while alive(started) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert len(started) == 3 and not alive(started)
+
+
+def test_a_job_may_use_torch_though_its_threads_do_not_survive_a_fork():
+    """Parallel loops of the child would wait for ever for the threads of the parent's pool."""
+    torch.set_num_threads(4)
+    try:
+        x = torch.ones(10**6)
+        x.sum()  # starts the pool
+        assert workers.run(lambda: float((x + x).sum()), [()], 1, 20) == [2e6]
+    finally:
+        torch.set_num_threads(1)
+
+
 def alive(pids: list[int]) -> list[int]:
     """Those that run still: a zombie, which only waits for its parent, does not."""
     out = []

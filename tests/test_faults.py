@@ -44,7 +44,6 @@ def life(ready, folder: str, flags: list[str], fault: str, at: int, limit: int) 
     torch.set_num_threads(1)
     sys.stderr = open(os.path.join(os.path.dirname(folder), "stderr.txt"), "a")
     left = [at]
-    ready.send(0)
 
     def watch(event, args):
         writes = event == "open" and isinstance(args[1], str) and args[1][0] in "wa"
@@ -68,6 +67,7 @@ def life(ready, folder: str, flags: list[str], fault: str, at: int, limit: int) 
     if fault == "size":
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     try:
+        ready.send(0)
         train.main(parse(flags))
     except KeyboardInterrupt:  # as at the end of train.py
         sys.exit(130)
@@ -150,32 +150,35 @@ def until_finished(alive: Lives, faults) -> None:
         assert alive.end(alive.start()) == 0
 
 
-def at_a_moment(numbers: random.Random, took: float):
+def at_a_moment(numbers: random.Random, took: list[float]):
     """A signal at a random moment: mostly SIGKILL, now and then SIGTERM, or Ctrl-C once or twice."""
 
     def fault(alive: Lives):
-        child = alive.start()
-        child.join(numbers.uniform(0, took))
+        child, began = alive.start(), time.perf_counter()
+        child.join(numbers.uniform(0, took[0]))
+        if not child.is_alive():  # the machine is faster now than when it was measured
+            took[0] = min(took[0], time.perf_counter() - began)
         kind = numbers.choice([signal.SIGKILL] * 7 + [signal.SIGTERM, signal.SIGINT, signal.SIGINT])
         for _ in range(2 if kind == signal.SIGINT and numbers.random() < 0.5 else 1):
             if child.is_alive():
                 os.kill(child.pid, kind)
                 child.join(0.02)
-        assert alive.end(child) in (0, -signal.SIGKILL, -signal.SIGTERM, 130)
+        # 1: Ctrl-C beside main(), in the server's own code
+        assert alive.end(child) in (0, -signal.SIGKILL, -signal.SIGTERM, 130, 1 if kind == signal.SIGINT else 0)
 
     return fault
 
 
 def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(whole, tmp_path):
     """20 signals at random moments, whatever the run is doing: start, rollout, update, evaluation, save."""
-    other, took, _ = whole
+    other, took = whole[0], [whole[1]]
     numbers, ends, lost, runs = random.Random(0), [], [], 0
     while len(ends) < 20:
         alive = Lives(str(tmp_path / str(runs) / "run"), other.text)
         until_finished(alive, [at_a_moment(numbers, took) for _ in range(20 - len(ends))])
         assert is_as_undisturbed(alive, other)
         ends, lost, runs = ends + [e for e in alive.ends if e], lost + alive.lost, runs + 1
-    assert max(lost) <= 2 and {-signal.SIGKILL, 130} <= set(ends)
+    assert max(lost) <= 2 and ends.count(-signal.SIGKILL) >= 5
 
 
 def test_a_run_killed_between_any_two_changes_of_its_folder_ends_as_if_nothing_had_happened(whole, tmp_path):
@@ -551,6 +554,48 @@ def test_a_signal_while_evaluating_saves_that_step(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "evaluate", evaluate)
     go(tmp_path / "a", "--method sft --steps 9 --eval_every 2")
     assert len(lines(tmp_path / "a")) == 2 and "step-000002" in steps(tmp_path / "a")
+
+
+@pytest.mark.parametrize("where", ["evaluation", "save"])
+def test_a_second_ctrl_c_stops_at_once_and_the_last_checkpoint_stands(where, run, monkeypatch):
+    """In the middle of an evaluation, and of a save, whose half is removed."""
+    expected = shutil.copytree(run, run.parent / "expected", symlinks=True)
+    resume(expected, "--steps 5")
+    place, name = (train, "evaluate") if where == "evaluation" else (torch, "save")
+
+    def twice(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before, handlers = contents(run / "checkpoints"), [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(place, name, twice)
+        resume(run, "--steps 5")
+    for number, handler in zip((signal.SIGINT, signal.SIGTERM), handlers):
+        signal.signal(number, handler)
+    assert contents(run / "checkpoints") == before
+    resume(run, "--steps 5")
+    assert lines(run) == lines(expected) and equal(weights(run, 5), weights(expected, 5))
+
+
+def test_a_missing_data_file_is_named_at_resume_and_nothing_is_touched(run, capsys, monkeypatch):
+    """The files of another data set than the built-in ones were moved since."""
+    for path in (run / "config.yaml", run / "checkpoints" / "step-000003" / "config.yaml"):
+        path.write_text(path.read_text().replace("data: world", "data: movielens"))
+    before, _ = contents(run), capsys.readouterr()
+    error = refused(capsys, lambda: resume(run, f"--steps 4 --data_dir {run.parent / 'moved'}"))
+    assert "moved" in error and contents(run) == before
+
+
+def test_a_copy_of_a_run_that_holds_a_folder_in_place_of_the_link_is_refused(run, capsys):
+    """cp -rL makes folders of links; what is in it may be the only copy, so it is not deleted."""
+    best = run / "checkpoints" / "best"
+    target = best.resolve()
+    best.unlink()
+    shutil.copytree(target, best)
+    before, _ = contents(run), capsys.readouterr()
+    error = refused(capsys, lambda: resume(run, "--steps 4"))
+    assert "checkpoints/best" in error and contents(run) == before
 
 
 def test_a_listing_into_a_closed_pipe_has_no_traceback():

@@ -35,8 +35,8 @@ STEPS = {
 }  # every row, every aggregate, and what gathers numbers over ranks
 STEPS |= {f"{m} {a}": f"--method {m} --aggregate {a}" for m in ("grpo", "fgrpo") for a in AGGREGATES}
 STEPS |= {
-    "refill": "--method grpo --refill 3",
-    "refill, focal": "--method focal_grpo --refill 3 --focal_ema 0.5",
+    "refill": "--method grpo --refill 3 --group_size 2",
+    "refill, focal": "--method focal_grpo --refill 3 --focal_ema 0.5 --group_size 2",
     "refill, few": "--method grpo --refill 3 --max_examples 6",
     "difficulty": "--method gfpo --keep_by_difficulty 2 3 4 --rejected drop",
     "adaptive": "--method fgrpo --lam_schedule adaptive --credit causal",
@@ -64,7 +64,7 @@ FOUR = [
 ]
 RUN = "--method fgrpo --init SFT --steps 5 --lr 1e-3 --mu 2 --beta 0.1 --eval_examples 2 --log_samples 6"
 FUSE = "--method fgrpo --init SFT --steps 8 --lr 1e-2 --beta 0.1 --kl_fuse 1e-9 --eval_every 1 --eval_examples 4"
-TIMEOUT = 240  # seconds for all worlds: a hang is the usual failure
+TIMEOUT = 400  # seconds for all worlds: a hang is the usual failure
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -358,7 +358,10 @@ def test_the_steps_show_what_they_are_for(ran):
     """Prompts were replaced, the log has several samples, and budgets of one token change nothing but the number of parts."""
     _, alone, _, _ = ran
     found = alone["steps"]
-    assert found["refill"]["batch"] != found["grpo"]["batch"] and len(set(found["refill"]["batch"])) == 4
+    replaced = [a != b for a, b in zip(found["refill"]["batch"], found["grpo"]["batch"])]
+    assert (
+        any(replaced[::2]) and any(replaced[1::2]) and len(set(found["refill"]["batch"])) == 4
+    )  # on both of two ranks
     assert found["refill, few"]["batch"] != found["grpo"]["batch"]
     assert found["fgrpo"]["first"] and not found["sft"]["first"] and found["mult_dpo"]["metrics"]["preference_loss"] > 0
     assert found["phases"]["rows"] == found["budgets"]["rows"] == found["fgrpo"]["rows"]
