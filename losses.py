@@ -268,9 +268,12 @@ def low_rate(gamma: float) -> float:
 
 def tail_miss(mu: float, tau: float, n: int) -> float:
     """Chance that a group of n has right and wrong answers, but none of a rare right set of mass tau (2602.06717 Lemma 3.1):
-    (1-tau)^n - (mu-tau)^n - (1-mu)^n, right answers having mass mu >= tau. In logarithms, so that tiny masses count."""
-    p = lambda x: math.expm1(n * math.log1p(-x)) if x < 1 else -1.0  # noqa: E731  (1 - x)^n - 1
-    return max(0.0, p(tau) - p(1 - mu + tau) - p(mu) - 1)
+    (1-tau)^n - (mu-tau)^n - (1-mu)^n, right answers having mass mu >= tau. Computed as the chance that none is rare, times that
+    of both kinds given so: nothing cancels, and tiny masses count."""
+    if tau >= 1 or n == 1:
+        return 0.0
+    few = min(mu - tau, 1 - mu) / (1 - tau)  # share of the less likely kind among what is not rare
+    return math.exp(n * math.log1p(-tau)) * (-math.expm1(n * math.log1p(-few)) - few**n)
 
 
 def smooth(logp: Tensor, unit_ids: Tensor, right: Tensor, strength: float) -> Tensor:

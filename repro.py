@@ -29,6 +29,7 @@ from config import parse, read_yaml
 from eval import compare, read_rows
 from losses import METHODS
 from run import write
+from simulate import plots
 
 RUNS, RESULTS = "runs", "results"
 CHILDREN: list[subprocess.Popen] = []
@@ -47,14 +48,16 @@ class Arm:
 
 @dataclass
 class Entry:
-    """A table or figure: its configuration, its arms and the report that reads their run folders."""
+    """A table or figure: its configuration, its arms and the report that reads their run folders; or one command that
+    does all of it, resumable by itself, and takes --seeds and --jobs."""
 
     what: str
-    config: str
-    arms: list[Arm]
-    report: Callable[["Entry", str], None]
+    config: str = ""
+    arms: list[Arm] = field(default_factory=list)
+    report: Callable[["Entry", str], None] | None = None
     seeds: list[int] = field(default_factory=lambda: [0])
     needs: str = ""  # files that must lie in $DATA_DIR or data/; skipped with a word where they do not
+    command: list[str] = field(default_factory=list)
 
     def folder(self, name: str, arm: str, seed: int) -> str:
         return os.path.join(RUNS, name, f"{arm}-{seed}")
@@ -72,6 +75,11 @@ def commands(entry: Entry, name: str, arm: Arm, seed: int) -> list[list[str]]:
         first = entry.folder(name, arm.chained, seed)
         score = ["eval.py", "--init", first, "--ranker", folder, "--run_dir", folder]
     return [["train.py", *base, *start, *arm.flags], score]
+
+
+def with_seeds(entry: Entry) -> list[str]:
+    """The command of an entry that has one."""
+    return [*entry.command, "--seeds", *map(str, entry.seeds)]
 
 
 def result_of(folder: str, arm: Arm) -> str:
@@ -148,6 +156,16 @@ def run(entry: Entry, name: str, jobs: int) -> None:
         except SystemExit:  # the line above said which file is missing and where to get it
             print(f"{name} left out: it needs {entry.needs} in $DATA_DIR or data/", flush=True)
             return
+    if entry.command:
+        print(f"{name}: {entry.what}", flush=True)
+        try:
+            code = spawn([sys.executable, *with_seeds(entry), "--jobs", str(jobs)]).returncode
+        except BaseException:
+            CHILDREN[-1].terminate()
+            raise
+        if code:
+            sys.exit(f"{name} stopped; run the same command again to go on")
+        return
     todo = [(a, s) for s in entry.seeds for a in entry.arms if not done(entry, name, a, s)]
     todo.sort(
         key=lambda t: bool(t[0].after or t[0].chained)
@@ -254,19 +272,6 @@ def comparison(columns: list[str], pairs: list[tuple[str, str]]) -> Callable[[En
         bars(entry, name, scores, columns)
 
     return report
-
-
-def plots():
-    """matplotlib, or None with a word on how to get the figures."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
-        return plt
-    except ImportError:
-        print("no figures: pip install -r requirements-plots.txt")
 
 
 def curves(entry: Entry, name: str) -> None:
@@ -410,6 +415,9 @@ ENTRIES = {
         comparison(["recall@1", "recall@5", "ndcg@5", "slate_recall", "invalid"],
                    [("fgrpo", "sft"), ("fgrpo", "popularity"), ("fgrpo", "random"), ("fgrpo", "dr_grpo")]),
         seeds=[0, 1, 2, 3, 4], needs="MovieLens (python data.py list)"),
+    "simulate": Entry(
+        "The categorical study of the focal paper: 128,000 actions, 2 to 131,072 draws per step",
+        command=["simulate.py", "--scale", "paper"], seeds=[0, 1, 2, 3]),
 }  # fmt: skip
 
 
@@ -431,8 +439,11 @@ def main(argv: list[str]) -> None:
     for name in names:
         entry = replace(ENTRIES[name], seeds=args.seeds or ENTRIES[name].seeds)
         if args.action == "list":
-            print(f"{name:12} {entry.what} ({len(entry.arms)} arms x {len(entry.seeds)} seeds)")
+            arms = "one command" if entry.command else f"{len(entry.arms)} arms"
+            print(f"{name:12} {entry.what} ({arms} x {len(entry.seeds)} seeds)")
         elif args.action == "commands":
+            if entry.command:
+                print("python " + " ".join(with_seeds(entry)))
             for seed in entry.seeds:
                 for arm in entry.arms:
                     print("\n".join("python " + " ".join(c) for c in commands(entry, name, arm, seed)))

@@ -34,6 +34,7 @@ from losses import (
     unit_weights,
 )
 from model import token_logp
+from simulate import active, worst_group
 
 FOLDER = Path(os.environ.get("GOLDEN_DIR") or Path(__file__).parent / "golden")
 CASES = [
@@ -136,9 +137,9 @@ def golden_gae(rewards, values, mask, gamma, lam, last_value):
 
 def golden_tail_miss(tau, mu, N=None, N_max=None):
     if N_max is None:
-        return {"miss": tail_miss(mu, tau, N), "active": tail_miss(mu, 0.0, N)}  # what cannot be hit is always missed
-    best = max(range(1, N_max + 1), key=lambda n: tail_miss(mu, tau, n))
-    return {"argmax_N": best, "miss_at_argmax": tail_miss(mu, tau, best)}
+        return {"miss": tail_miss(mu, tau, N), "active": active(mu, N)}
+    best, miss = worst_group(mu, tau)
+    return {"argmax_N": best, "miss_at_argmax": miss}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

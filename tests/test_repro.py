@@ -20,6 +20,7 @@ from test_train import ROOT, TINY, contents, lines, on_cpu  # noqa: F401
 
 import eval as evaluation
 import repro
+import simulate
 import train
 from config import dump, parse
 from repro import Arm, Entry, comparison
@@ -398,11 +399,14 @@ def test_every_command_of_the_list_is_one_that_its_program_takes(name, capsys):
     """A misspelt flag or a refused combination would show after hours; arms start from arms of their entry."""
     repro.main(["commands", name])
     entry, said = repro.ENTRIES[name], capsys.readouterr().out.splitlines()
-    assert len(said) == len(entry.seeds) * sum(1 if a.baseline else 2 for a in entry.arms)
+    assert len(said) == len(entry.seeds) * sum(1 if a.baseline else 2 for a in entry.arms) + bool(entry.command)
     for command in said:
         python, program, *argv = command.split()
         assert python == "python"
-        parse(argv, training=program == "train.py")
+        if program == "simulate.py":
+            assert simulate.arguments(argv).seeds == entry.seeds
+        else:
+            parse(argv, training=program == "train.py")
     arms = [a.name for a in entry.arms]
     assert len(set(arms)) == len(arms) and {a.after for a in entry.arms} <= {"", *arms}
     assert len(entry.seeds) == 1 or len(entry.seeds) in repro.T95
@@ -414,6 +418,23 @@ def test_an_entry_whose_files_are_missing_is_left_out_with_a_word(tmp_path, caps
     out = capsys.readouterr()
     assert "movielens left out: it needs MovieLens" in out.out and "grouplens.org" in out.err
     assert ran == [] and os.listdir(tmp_path) == []
+
+
+def test_an_entry_of_one_command_runs_it_with_its_seeds_and_says_when_it_stopped(tmp_path, capfd):
+    """Its output is seen, and a failure is not passed over; SIGTERM reaches it, so that it can save."""
+    script = tmp_path / "own.py"
+    script.write_text("import sys\nprint('ran', *sys.argv[1:])\nsys.exit(sys.argv[1] == 'bad')\n")
+    own = Entry("its own", command=[str(script), "good"], seeds=[4, 5])
+    repro.run(own, "own", 3)
+    assert "ran good --seeds 4 5 --jobs 3" in capfd.readouterr().out
+    with pytest.raises(SystemExit, match="own stopped; run the same command again to go on"):
+        repro.run(replace(own, command=[str(script), "bad"]), "own", 1)
+    script.write_text("import time\ntime.sleep(60)\n")
+    began = time.monotonic()
+    threading.Timer(0.5, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        repro.run(own, "own", 1)
+    assert repro.CHILDREN[-1].wait(10) == -signal.SIGTERM and time.monotonic() - began < 20
 
 
 def test_the_command_line(capsys, monkeypatch):
