@@ -89,7 +89,8 @@ class Config:
     """Items of a ranking (k): asked for, demonstrated, and the most that count in an answer."""
     answer: str = ""
     """Form of an answer: phases (slate and ranking between tags), list (slate_size lines, best first, an item a line, no
-    tags). Empty: list for data of lists (requests) and for methods whose unit is a rank, else phases."""
+    tags). Empty: list for data of lists (requests) and for methods whose unit is a rank, else phases. Answers to problems
+    are free text, which a verifier checks (verify.py): leave it empty there."""
     item_form: str = "title"
     """How an answer names an item: title, or index (#3 = third of the pool)."""
     rank_form: str = "item"
@@ -355,8 +356,8 @@ class Config:
     """Cutoffs of Recall, Precision, Hit and NDCG."""
     eval_temperature: float = 0.0
     """Temperature of evaluation; 0: greedy."""
-    best_metric: str = "ndcg@5"
-    """Metric by which the best checkpoint is kept."""
+    best_metric: str = ""
+    """Metric by which the best checkpoint is kept. Empty: ndcg@5; of problems: correct."""
     baseline: str = ""
     """eval.py: score random or popularity instead of a model."""
     ranker: str = ""
@@ -436,11 +437,14 @@ AT_MOST = {"seed": 2**63 - 1, "data_seed": 2**63 - 1, "popularity_power": 20, "l
            "cispo_cap": 1e6, "tis": 1e6, "reward_workers": 1024, "reward_timeout": 1e6, "max_reward_errors": 1}  # fmt: skip
 PHASES = ("slate", "rank", "plan")  # what a phase may hold; rewards.PHASES says what each earns
 LISTS = {"requests"}  # data sets whose answers are lists
+PROBLEMS: set[str] = set()  # data sets whose answers are text that a verifier checks
 INFINITE = {"returns_gamma"}  # numbers that may be infinite
 
 
 def answer_of(cfg: Config) -> str:
-    """Form of the answers: phases or list (see the field answer)."""
+    """Form of the answers: phases, list or text (see the field answer)."""
+    if cfg.data in PROBLEMS:
+        return "text"
     return cfg.answer or ("list" if cfg.data in LISTS or METHODS[cfg.method].unit == "rank" else "phases")
 
 
@@ -498,7 +502,14 @@ def check(cfg: Config, world_size: int = 1, training: bool = True) -> Config:
         )
     if any(a != b and a in b for a in cfg.tags for b in cfg.tags):
         fail(f"--tags {' '.join(cfg.tags)}: no tag may contain another")
-    listed = answer_of(cfg) == "list"
+    form = answer_of(cfg)
+    listed = form == "list"
+    if form == "text" and cfg.answer:
+        fail(
+            f"--answer {cfg.answer}: answers to --data {cfg.data} are text that a verifier checks; leave --answer empty"
+        )
+    if form == "text" and (cfg.ranker or cfg.baseline):
+        fail(f"--ranker, --baseline: the problems of --data {cfg.data} have no items to rank")
     if cfg.data in LISTS and not listed:
         fail(f"--answer phases: answers to --data {cfg.data} are lists; leave --answer empty")
     if cfg.ranker and listed:
@@ -513,9 +524,9 @@ def check(cfg: Config, world_size: int = 1, training: bool = True) -> Config:
         fail(
             f"--requests_named {cfg.requests_named} leaves no two of --requests_items {cfg.requests_items} to ask with"
         )
-    if cfg.rank_size > cfg.slate_size and not listed:
+    if cfg.rank_size > cfg.slate_size and form == "phases":
         fail(f"--rank_size {cfg.rank_size} is larger than --slate_size {cfg.slate_size}: a ranking orders the slate")
-    pool = cfg.show_pool and cfg.data not in LISTS  # a data set of lists never shows one
+    pool = cfg.show_pool and cfg.data not in LISTS | PROBLEMS  # these never show one
     if pool and cfg.slate_size > cfg.pool_size:
         fail(f"--slate_size {cfg.slate_size} is larger than --pool_size {cfg.pool_size}")
     if cfg.item_form == "index" and not pool:
@@ -574,13 +585,19 @@ def check_training(cfg: Config, world_size: int) -> None:
     check_options(cfg, row)
     if cfg.kl == "k2" and cfg.kl_ratio and cfg.beta:
         fail("--kl k2 with --kl_ratio has a wrong gradient: use --kl k3 (or k1), or --kl_ratio false")
-    if row.unit == "phase" and answer_of(cfg) == "list":
+    form = answer_of(cfg)
+    if form == "text" and (row.unit in ("phase", "rank") or (row.source == "pairs" and cfg.pair_source == "data")):
+        fail(f"--method {cfg.method}: answers to --data {cfg.data} are text of one unit, right or wrong: use a method whose "
+             f"unit is the sequence or the token (preference methods: --pair_source model)")  # fmt: skip
+    if row.unit == "phase" and form == "list":
         fail(
             f"--method {cfg.method} needs answers with phases; these are lists: use a method with unit sequence or rank"
         )
-    if row.unit == "rank" and answer_of(cfg) != "list":
+    if row.unit == "rank" and form != "list":
         fail(f"--method {cfg.method} needs answers that are lists: leave --answer empty, or use list")
-    if answer_of(cfg) == "list":
+    if form == "text":
+        names = "correct exact invalid length finished".split()
+    elif form == "list":
         names = [f"{m}@{k}" for m in ("recall", "hit", "ndcg", "row_recall") for k in cfg.eval_k] + ["mrr"]
     else:
         names = [f"{m}@{k}" for m in ("recall", "precision", "hit", "ndcg", "mrr") for k in cfg.eval_k]
@@ -594,6 +611,7 @@ COLUMNS = "reward invalid duplicates length finished efficiency overlong unscora
 COLUMNS_OF = {
     "phases": "slate_recall slate_precision rank_ndcg out_of_pool",
     "list": "hits recall dcg unparsable out_of_catalog lines",
+    "text": "correct exact",
 }
 
 
@@ -811,6 +829,7 @@ def parse(argv: list[str] | None = None, world_size: int = 1, training: bool = T
         p.set_defaults(**METHODS[first.method].options)
     cfg = Config(**vars(p.parse_args(argv)))
     cfg.run_dir = cfg.run_dir.replace("METHOD", cfg.method)
+    cfg.best_metric = cfg.best_metric or ("correct" if cfg.data in PROBLEMS else "ndcg@5")
     return check(cfg, world_size, training)
 
 

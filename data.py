@@ -721,8 +721,11 @@ def sound(cfg: Config, loaded: Split) -> list[Example]:
     pools = {k: (set(pool), fault_of_pool(cfg, pool)) for k, pool in pools.items()}
     out, dropped = [], Counter(loaded.dropped)
     for e in loaded.examples:
-        items, why = pools[id(e.candidates)]
-        why = why or ("" if e.gold else "no gold") or ("" if items.issuperset(e.gold) else "gold outside the pool")
+        if e.check:
+            why = ""  # a problem names no items
+        else:
+            items, why = pools[id(e.candidates)]
+            why = why or ("" if e.gold else "no gold") or ("" if items.issuperset(e.gold) else "gold outside the pool")
         if why := why or ("" if is_text(e.prompt + e.demo) else "text that is not UTF-8"):
             dropped[why] += 1
         else:
@@ -832,7 +835,7 @@ def main(argv: list[str]) -> None:
     split = load(cfg)
     from model import load_tokenizer
 
-    tokenizer = load_tokenizer(cfg, split.examples, split.catalog)
+    tokenizer = load_tokenizer(cfg, split.examples, split.catalog, split.vocabulary)
     examples, prompts = fit(split, tokenizer, cfg)
     lengths = [len(p) for p in prompts]
     print(f"{cfg.data} {cfg.split}: {len(examples)} examples; prompt tokens {min(lengths)}..{max(lengths)}")
@@ -849,9 +852,12 @@ def main(argv: list[str]) -> None:
             *words,
             f"tokens: {tokens} {'...' if len(ids) > 60 else ''}",
         ]
-        if not cfg.show_pool or cfg.data in LISTS:
+        if e.candidates and (not cfg.show_pool or cfg.data in LISTS):
             out.append(f"catalog: {len(e.candidates)} titles, such as {' | '.join(e.candidates[:10])}")
-        out.append("gold: " + ", ".join(f"{item} ({utility:g})" for item, utility in e.gold.items()))
+        if e.check:
+            out.append(f"answer ({e.check}): {e.answer}")
+        else:
+            out.append("gold: " + ", ".join(f"{item} ({utility:g})" for item, utility in e.gold.items()))
         out += [f"responder {i}: {', '.join(named)}" for i, named in enumerate(e.responders, 1)]
         out += ["demonstration:", *e.demo.split("\n")] if e.demo else []
         print("\n".join(map(printable, out)))

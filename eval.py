@@ -193,7 +193,7 @@ class Chained(Policy):
 
 def open_policy(cfg: Config, split: data.Split, device: torch.device) -> Policy:
     """Load or build model and tokenizer for the configuration; split: what a new tokenizer is made from."""
-    tokenizer = lm.load_tokenizer(cfg, split.examples, split.catalog)
+    tokenizer = lm.load_tokenizer(cfg, split.examples, split.catalog, split.vocabulary)
     model = lm.load(cfg, tokenizer, device)
     pieces, stop = rewards.token_bytes(tokenizer), lm.stop_ids(model, tokenizer)
     for i in stop:
@@ -225,13 +225,23 @@ def metrics_of(example, slate: list[str], ranking: list[str], cfg: Config) -> di
             "slate_recall": s["recall"], "slate_precision": s["precision"]}  # fmt: skip
 
 
+EVALUATED = {  # columns of the score table that an evaluation reports, by form of answer
+    "phases": "invalid duplicates out_of_pool length finished",
+    "list": "invalid unparsable out_of_catalog duplicates lines length finished",
+    "text": "correct exact invalid length finished",
+}
+
+
+def sought(example) -> object:
+    """What an answer is compared with, as JSON gives it back."""
+    return json.loads(json.dumps(example.answer if example.check else example.gold))
+
+
 def evaluate(policy: Policy, examples: list, prompts: list[list[int]], cfg: Config, progress=False) -> list[dict]:
     """One completion per example -> a row per example, in their order. Examples are shared over ranks (F47), which all make
     the same number of rollouts: each gathers the weights."""
-    listed = answer_of(cfg) == "list"
-    people, columns = people_per_request(examples), ["invalid", "duplicates", "out_of_pool", "length", "finished"]
-    if listed:
-        columns = ["invalid", "unparsable", "out_of_catalog", "duplicates", "lines", "length", "finished"]
+    form, people = answer_of(cfg), people_per_request(examples)
+    columns = EVALUATED[form].split()
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     mine, rows = list(range(rank, len(examples), world)), {}
     chunks = [mine[i : i + CHUNK] for i in range(0, -(-len(examples) // world), CHUNK)]
@@ -240,15 +250,15 @@ def evaluate(policy: Policy, examples: list, prompts: list[list[int]], cfg: Conf
             with lm.gathered(policy.model):
                 continue
         roll = policy.rollout([prompts[i] for i in at], 1, cfg.eval_temperature, [(cfg.seed, 0, i) for i in at], cfg)
-        scored = rewards.score(roll, [examples[i] for i in at], policy.pieces, cfg, "sequence" if listed else "phase")
+        unit = "phase" if form == "phases" else "sequence"
+        scored = rewards.score(roll, [examples[i] for i in at], policy.pieces, cfg, unit)
         for j, i in enumerate(at):
-            ranking = scored.answers[j][1]
-            metrics = (
-                list_metrics(examples[i], ranking, cfg, people)
-                if listed
-                else metrics_of(examples[i], *scored.answers[j], cfg)
-            )
-            rows[i] = {"id": examples[i].id, "gold": examples[i].gold, "text": scored.texts[j], "ranking": ranking,
+            ranking, metrics = scored.answers[j][1], {}
+            if form == "list":
+                metrics = list_metrics(examples[i], ranking, cfg, people)
+            elif form == "phases":
+                metrics = metrics_of(examples[i], *scored.answers[j], cfg)
+            rows[i] = {"id": examples[i].id, "gold": sought(examples[i]), "text": scored.texts[j], "ranking": ranking,
                        "metrics": {**metrics, **{k: scored.parts[k][j] for k in columns}}}  # fmt: skip
     if world > 1:
         parts = [None] * world
@@ -352,7 +362,7 @@ def main(argv: list[str]) -> dict[str, dict]:
         examples, prompts = data.fit(split, policy.tokenizer, cfg)
     if other is not None:
         theirs = {r["id"]: r.get("gold") for r in other}
-        if wrong := [e.id for e in examples if theirs.get(e.id) != e.gold]:
+        if wrong := [e.id for e in examples if e.id not in theirs or theirs[e.id] != sought(e)]:
             fail(f"--against {cfg.against}: it lacks {len(wrong)} of {len(examples)} examples or has other gold for them, such "
                  f"as {wrong[0]}; evaluate both on the same data")  # fmt: skip
     try:

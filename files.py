@@ -30,27 +30,33 @@ class Example:
     history    items of the user's past, oldest first (for baselines)
     responders what each of several people named, item -> utility; gold is their union. Empty: gold is one person's
     seen       items that the request names: they must not be recommended
+    answer     of a problem: what its verifier compares with; JSON can hold it. A problem has no candidates and no gold
+    check      of a problem: its verifier, a row of VERIFIERS in verify.py; "" for requests
     """
 
     id: str
     prompt: str
-    candidates: list[str]
-    gold: dict[str, float]
+    candidates: list[str] = field(default_factory=list)
+    gold: dict[str, float] = field(default_factory=dict)
     demo: str = ""
     history: list[str] = field(default_factory=list)
     responders: list[dict[str, float]] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
+    answer: object = None
+    check: str = ""
 
 
 @dataclass
 class Split:
     """A loaded split: its examples, counts of what was dropped and why, how often training users took an item, and the
-    catalog: every item that any split's prompts may name (the vocabulary of a tokenizer made from titles)."""
+    catalog: every item that any split's prompts may name (the vocabulary of a tokenizer made from titles). vocabulary: the
+    words of a tokenizer made here, each with the white space behind it; empty: those of the examples and the catalog."""
 
     examples: list[Example]
     dropped: dict[str, int] = field(default_factory=dict)
     popularity: dict[str, int] = field(default_factory=dict)
     catalog: list[str] = field(default_factory=list)
+    vocabulary: list[str] = field(default_factory=list)
 
 
 @dataclass

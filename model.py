@@ -26,8 +26,9 @@ PIECES = {"word": r"\S+\s?|\s", "line": r"[^\n]+\n?|\n"}  # white space stays wi
 # Tokenizers
 
 
-def build_tokenizer(kind: str, texts):
-    """A Hugging Face tokenizer made from texts: word, line (a title is one token) or byte. Ids join to the exact text."""
+def build_tokenizer(kind: str, texts, vocabulary=()):
+    """A Hugging Face tokenizer made from texts: word, line (a title is one token) or byte. Ids join to the exact text.
+    vocabulary: the words (or lines) in place of those of the texts, in this order."""
     from transformers import PreTrainedTokenizerFast
 
     if kind == "byte":
@@ -39,7 +40,7 @@ def build_tokenizer(kind: str, texts):
     else:
         split = pre_tokenizers.Split(Regex(PIECES[kind]), "isolated")
         words = {piece for text in texts for piece, _ in split.pre_tokenize_str(text)}
-        vocab = {t: i for i, t in enumerate(SPECIAL + sorted(words.difference(SPECIAL)))}
+        vocab = {t: i for i, t in enumerate(SPECIAL + (list(vocabulary) or sorted(words.difference(SPECIAL))))}
         raw = Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
         raw.pre_tokenizer, raw.decoder = split, decoders.Fuse()
     raw.add_special_tokens(SPECIAL)
@@ -60,12 +61,13 @@ def checkpoint_of(path: str) -> str:
     return best if os.path.exists(best) else os.path.join(folder, steps[-1])
 
 
-def load_tokenizer(cfg: Config, examples=(), catalog=()):
-    """The tokenizer of --init, or one built from the examples (prompts, demonstrations, candidates) and the catalog."""
+def load_tokenizer(cfg: Config, examples=(), catalog=(), vocabulary=()):
+    """The tokenizer of --init, or one built from the examples (prompts, demonstrations, candidates) and the catalog, or from
+    the vocabulary where the data set has one."""
     if not cfg.init:
         titles = set(catalog).union(*{id(e.candidates): e.candidates for e in examples}.values())
         texts = {t for e in examples for t in (e.prompt, e.demo)} | {f"{t}\n" for t in titles}
-        return build_tokenizer(cfg.tokenizer, texts)
+        return build_tokenizer(cfg.tokenizer, texts, vocabulary)
     from transformers import AutoTokenizer
 
     tokenizer = from_hub(AutoTokenizer, cfg)

@@ -426,7 +426,8 @@ def fingerprint(examples: list, prompts: list[list[int]], demos: list[list[int]]
     cannot go on with others, nor with another tokenizer. Left out: candidates, of which the prompt speaks."""
     crc = 0
     for e in examples:
-        crc = zlib.crc32(repr((e.id, e.gold, e.responders)).encode("utf-8", "replace"), crc)
+        sought = (e.id, e.check, e.answer) if e.check else (e.id, e.gold, e.responders)
+        crc = zlib.crc32(repr(sought).encode("utf-8", "replace"), crc)
     for ids in (*prompts, *demos):
         crc = zlib.crc32(array("q", ids).tobytes(), crc)
     return f"{len(examples)} examples, checksum {crc:08x}"

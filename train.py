@@ -59,7 +59,16 @@ from losses import (
 from rollout import Rollout, demonstrations, join, take
 from run import Run, continued, fingerprint
 
-WATCH = ("reward", "slate_recall", "rank_ndcg", "invalid", "loss", "entropy", "grad_norm")  # in the progress bar
+WATCH = (
+    "reward",
+    "correct",
+    "slate_recall",
+    "rank_ndcg",
+    "invalid",
+    "loss",
+    "entropy",
+    "grad_norm",
+)  # in the progress bar
 
 
 def main(cfg: Config) -> dict[str, float]:
