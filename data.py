@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+import problems
 from config import LISTS, Config, answer_of, fail, printable
 from files import (
     DATASETS,
@@ -700,6 +701,7 @@ DATASETS |= {
         "passages needed to answer a multi-hop question: MuSiQue-Ans, 2 to 4 gold",
         "https://github.com/StonyBrookNLP/musique (musique_ans_v1.0_train.jsonl, musique_ans_v1.0_dev.jsonl)",
     ),
+    **problems.ROWS,
 }
 
 
