@@ -337,7 +337,7 @@ class Config:
     """Lists: a title with a year is a hit if the responder's year is at most this far."""
     reward_workers: int = 0
     """Processes that score completions, per rank. 0: in the run's own process, fastest for cheap rewards; there one that hangs
-    or kills its process cannot be helped."""
+    or kills its process cannot be helped, so answers in mathematics and to IFEval get 2 processes all the same."""
     reward_timeout: float = 10.0
     """Seconds that a worker may take for one completion; then it is killed, and the completion cannot be scored."""
     max_reward_errors: float = 0.5

@@ -3,10 +3,10 @@
     follows("punctuation:no_comma", {}, "No commas here.") -> True
 
 Written from the published definitions (Zhou et al. 2023, arXiv 2311.07911, and the release in google-research). All 25 kinds
-are here. Three of them, response_language and the two whose text must also be English, need `langdetect` (requirements-math.txt),
-number_sentences needs `nltk` with its punkt data (a download of its own). Without them follows() says None, cannot be scored,
-and no text gets credit for it. Packages that hold the checks exist (if-verifiable 0.1.2); they import the downloads before
-anything else, so none of the 25 would work offline.
+are here; 21 need nothing. response_language and the two kinds whose text must also be English need `langdetect`
+(requirements-math.txt), number_sentences needs `nltk` with its punkt data, which is a download of its own. Without them such
+a prompt is left out and counted at load. The one package with these checks on PyPI (if-verifiable 0.1.2) imports datasets and
+nltk first and wants Python 3.11, so it is no help offline.
 
 Two differences: the release replaces a letter outside a-z by a random one (letter_frequency of "#"); here the one that the
 prompt names is counted. langdetect draws at random; here its seed is fixed.
@@ -15,6 +15,7 @@ prompt names is counted. langdetect draws at random; here its seed is fixed.
 import functools
 import importlib
 import json
+import math
 import re
 from collections.abc import Callable
 
@@ -120,6 +121,14 @@ def quoted(text: str) -> bool:
     return len(text) > 1 and text[0] == text[-1] == '"'
 
 
+NEEDS = {  # kind -> package
+    "language:response_language": "langdetect",
+    "change_case:english_capital": "langdetect",
+    "change_case:english_lowercase": "langdetect",
+    "length_constraints:number_sentences": "nltk",
+}
+
+
 @functools.cache
 def optional(name: str):
     """A package that need not be there, with what it needs, or None."""
@@ -211,24 +220,15 @@ def variants(text: str) -> list[str]:
     return cut + [part.replace("*", "") for part in cut]
 
 
-def follows_loosely(kind: str, kwargs: dict, text: str) -> bool | None:
-    """Does one of the variants follow it? None: none that can be scored does, and one could not be."""
-    verdicts = [follows(kind, kwargs, variant) for variant in variants(text)]
-    return True if True in verdicts else None if None in verdicts else False
-
-
 def check_ifeval(text: str, answer: list) -> dict[str, float]:
     """answer: [[kind, kwargs], ...]. reward: all instructions are followed (strict, prompt level); NaN where that hangs on
-    one that cannot be scored here. loose: the same, read loosely; followed: the share of instructions (strict)."""
-
-    def all_of(verdicts: list) -> float:
-        return 0.0 if False in verdicts else float("nan") if None in verdicts else 1.0
-
+    one that cannot be scored here. loose: each is followed by one of the variants; followed: the share of instructions
+    (strict)."""
     strict = [follows(kind, kwargs, text) for kind, kwargs in answer]
-    known = [v for v in strict if v is not None]
+    loose = [any(follows(kind, kwargs, v) for v in variants(text)) for kind, kwargs in answer]
     return {
-        "reward": all_of(strict),
+        "reward": 0.0 if False in strict else math.nan if None in strict else 1.0,
         "invalid": float(not text.strip()),
-        "loose": all_of([follows_loosely(kind, kwargs, text) for kind, kwargs in answer]),
-        "followed": sum(known) / len(known) if known else float("nan"),
+        "loose": float(all(loose)),
+        "followed": strict.count(True) / len(strict),
     }

@@ -49,6 +49,10 @@ ID = ("unique_id", "id", "key", "index", "idx", "ID", "Record ID")
 HELD_OUT = 16  # of the training problems of a set without a validation file, one in so many is validation
 
 
+class Unusable(Exception):
+    """Why a sound record gives no problem; counted under this text."""
+
+
 @dataclass
 class Source:
     """Where a data set's problems are: folders below the data folder, files of each split (all that exist are read, but
@@ -100,7 +104,9 @@ def read_problem(cfg: Config, record: dict) -> Example:
         if box is None:
             raise
         answer = box
-    demo = shown(solution) if box is not None else f"\\boxed{{{answer}}}" if answer else ""
+    if not answer:
+        raise Unusable("no answer")
+    demo = shown(solution) if box is not None else f"\\boxed{{{answer}}}"
     return Example("", shown(field_of(record, QUESTION)), answer=answer, demo=demo)
 
 
@@ -125,13 +131,18 @@ def read_gpqa(cfg: Config, record: dict) -> Example:
 
 def read_ifeval(cfg: Config, record: dict) -> Example:
     """The prompt as published, and its instructions; copies that give each instruction every key fill up with null."""
-    kinds, kwargs = list_of(record["instruction_id_list"]), list_of(record["kwargs"])
-    wanted = [[text_of(kind), {k: v for k, v in given.items() if v is not None}]
-              for kind, given in zip(kinds, kwargs, strict=True)]  # fmt: skip
-    if any(kind not in ifeval.KINDS for kind, _ in wanted):
-        wanted = None  # IFBench and others
-    for kind, given in wanted or []:
+    wanted = [[text_of(kind), {k: v for k, v in given.items() if v is not None}] for kind, given in
+              zip(list_of(record["instruction_id_list"]), list_of(record["kwargs"]), strict=True)]  # fmt: skip
+    for kind, given in wanted:
+        if kind not in ifeval.KINDS:
+            raise Unusable("instruction of a kind that is not known here")
+        if (package := ifeval.NEEDS.get(kind)) and ifeval.optional(package) is None:
+            raise Unusable(
+                f"instruction that only {package} can check, which is not installed here (docs/reasoning.md)"
+            )
         inspect.signature(ifeval.KINDS[kind]).bind("", **given)
+    if not wanted:
+        raise Unusable("no instruction")
     return Example("", text_of(record["prompt"]), answer=wanted)
 
 
@@ -276,15 +287,16 @@ def load(cfg: Config, split: str) -> Split:
         for n, record in enumerate(rows(cfg, path), 1):
             try:
                 example = read(cfg, record)
-                given = next((id_of(record[name]) for name in ID if name in record), "")
+                example.id = next((id_of(record[name]) for name in ID if name in record), "")
+            except Unusable as e:
+                dropped[str(e)] += 1
+                continue
             except (KeyError, TypeError, ValueError, AttributeError) as e:
                 damaged(cfg, f"{path} record {n}", f"no {cfg.data} record: {type(e).__name__} {e}")
-            lack = "instruction of a kind that is not known here" if cfg.data == "ifeval" else "no answer"
-            dropped[lack] += not example.answer
-            dropped["no question"] += not example.prompt
-            if example.answer and example.prompt:
-                example.id = given
+            if example.prompt:
                 found.append(example)
+            else:
+                dropped["no question"] += 1
     found = distinct(found, dropped)
     if split != "test" and not source.valid:
         found = [e for e in found if (stable_hash(e.prompt) % HELD_OUT == 0) == (split == "valid")]

@@ -621,7 +621,8 @@ def score_list(said: list[bytes], example, catalog: Catalog, cfg, unit: str) -> 
 def score_text(said: list[bytes], example, cfg) -> Row:
     """A completion that answers a problem: one unit, the reward of the problem's verifier. correct: the whole reward of 1;
     exact: the verifier's stricter test, where it has one."""
-    found = verify.VERIFIERS[example.check](join(said), example.answer)
+    text = b"".join(said).decode("utf-8", "replace")  # half a character is none, and packages may choke on it
+    found = verify.VERIFIERS[example.check](text, example.answer)
     correct = float(found["reward"] >= 1)
     return Row([1] * len(said), [found["reward"]], {"exact": correct, **found, "correct": correct}, ([], []))
 
@@ -702,7 +703,8 @@ def score(
         return checked(row, len(said[b]), len(high))
 
     most = cfg.max_reward_errors * len(said)
-    found = workers.run(one, [(b,) for b in range(len(said))], cfg.reward_workers, cfg.reward_timeout, most)
+    pool = cfg.reward_workers or (verify.WORKERS if any(e.check in verify.SLOW for e in examples) else 0)
+    found = workers.run(one, [(b,) for b in range(len(said))], pool, cfg.reward_timeout, most)
     errors = [(row, example) for row, example in zip(found, asked) if isinstance(row, workers.Failure)]
     if len(errors) > most:
         first, example = errors[0]

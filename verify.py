@@ -162,11 +162,7 @@ VERIFIERS: dict[str, Callable[[str, object], dict[str, float]]] = {
 
 
 def prepare(check: str) -> None:
-    """Import what a row can use, once and before any worker is forked, and say what is missing and what that means."""
+    """Import what a row uses, once and before any worker is forked; say what is missing and what that means."""
     if check == "math" and math_verify() is None:
-        lacking = "math-verify is not installed: answers count only where they are equal as numbers or as text"
-    elif check == "ifeval" and (names := [n for n in ("langdetect", "nltk") if ifeval.optional(n) is None]):
-        lacking = f"{' and '.join(names)} not installed (nltk: with punkt): instructions that need it cannot be scored"
-    else:
-        return
-    print(f"{lacking} (pip install -r requirements-math.txt)", file=sys.stderr)
+        print("math-verify is not installed (pip install -r requirements-math.txt): answers count only where they are equal "
+              "as numbers or as text", file=sys.stderr)  # fmt: skip
