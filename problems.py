@@ -83,30 +83,36 @@ def shown(text) -> str:
 
 
 def answer_text(value) -> str:
-    """An answer as text: 27.0 -> 27, ["9.6\\n"] -> 9.6; "" where there is none."""
-    if value is None:
-        return ""
-    if isinstance(value, list):
-        return ", ".join(answer_text(v) for v in value)
+    """An answer as text: 27.0 -> 27; "" where there is none."""
     if type(value) is float:
         return str(int(value)) if value.is_integer() else repr(value)
-    return str(value) if type(value) is int else shown(value)
+    return "" if value is None else str(value) if type(value) is int else shown(value)
+
+
+def answer_of(value) -> str | list[str]:
+    """An answer; a list is one whose several forms are all right (Minerva), ["9.6\\n"] -> 9.6."""
+    if not isinstance(value, list):
+        return answer_text(value)
+    forms = list(dict.fromkeys(filter(None, map(answer_text, value))))
+    return forms if len(forms) > 1 else "".join(forms)
 
 
 def read_problem(cfg: Config, record: dict) -> Example:
-    """A problem of mathematics. Its solution, where it shows the answer in a box, is the demonstration."""
+    """A problem of mathematics. Its solution, where that ends in the answer in a box, is the demonstration."""
     solution = record.get("solution") or ""
     solution = "\n".join(map(text_of, solution)) if isinstance(solution, list) else text_of(solution)
     box = verify.boxed(solution)
     try:
-        answer = answer_text(field_of(record, ANSWER))
+        answer = answer_of(field_of(record, ANSWER))
     except KeyError:
         if box is None:
             raise
         answer = box
     if not answer:
         raise Unusable("no answer")
-    demo = shown(solution) if box is not None else f"\\boxed{{{answer}}}"
+    forms = [answer] if isinstance(answer, str) else answer
+    shows = box is not None and any(verify.same(form, box) for form in forms)
+    demo = shown(solution) if shows else f"\\boxed{{{forms[0]}}}"
     return Example("", shown(field_of(record, QUESTION)), answer=answer, demo=demo)
 
 
@@ -311,24 +317,25 @@ def load(cfg: Config, split: str) -> Split:
 
 
 def distinct(found: list[Example], dropped: Counter) -> list[Example]:
-    """Each problem once. Two are the same if their texts differ in white space at most."""
-    first, wrong, out = {}, set(), []
+    """Each problem once, in order. Two are the same if their texts differ in white space at most."""
+    copies, out = {}, []
     for e in found:
-        known = first.setdefault(clean(e.prompt), e)
-        if known is e:
-            out.append(e)
-        elif not agree(known.answer, e.answer):
-            wrong.add(id(known))
-            dropped["problem with two answers"] += 1
+        copies.setdefault(clean(e.prompt), []).append(e)
+    for first, *others in copies.values():
+        if all(agree(first.answer, e.answer) for e in others):
+            out.append(first)
+            dropped["problem that is there twice"] += len(others)
         else:
-            dropped["problem that is there twice"] += 1
-    dropped["problem with two answers"] += len(wrong)
-    return [e for e in out if id(e) not in wrong]
+            dropped["problem with two answers"] += 1 + len(others)
+    return out
 
 
 def agree(a, b) -> bool:
-    """Are two answers from files the same?"""
-    return verify.same(a, b) if isinstance(a, str) and isinstance(b, str) else a == b
+    """Are two answers from files the same, or has each a form of its own that is?"""
+    if not (isinstance(a, str) or isinstance(b, str)):
+        return a == b or (all(isinstance(x, str) for x in [*a, *b]) and any(verify.same(x, y) for x in a for y in b))
+    forms = [[x] if isinstance(x, str) else x for x in (a, b)]
+    return any(verify.same(x, y) for x in forms[0] for y in forms[1])
 
 
 ROWS = {name: Dataset(load, source.what, source.where) for name, source in SOURCES.items()}

@@ -28,7 +28,7 @@ LONGEST = 1000  # characters of a boxed answer; nothing compares a longer one
 # ---------------------------------------------------------------------------------------------------------------------
 # Text -> its answer
 
-BRACES = re.compile(r"(\\f?boxed\s*\{)|\\.|[{}]", re.S)
+BRACES = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.S)
 NUMBER = re.compile(r"(?:(?<![\d)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)", re.A)
 CHOICE = re.compile(r"\(?([A-J])\)?(?:[.:)].*)?", re.S)
 SAID = re.compile(r"(?i:\b(?:answer|choice|option)\b(?: is)?)[\s:*$(]*([A-J])\b")
@@ -64,6 +64,7 @@ REWRITES = [(re.compile(a), b) for a, b in (
     (r"^\s*[A-Za-z](?:_\{?\w+\}?)?\s*=(?=[^=]+$)", ""),  # x = 5
     (r"\s+", ""),
     (r"\.$", ""),
+    (r"^\(([-+]?[\d./]+)\)$", r"\1"),  # a number in parentheses, but no pair
 )]  # fmt: skip
 VALUE = re.compile(r"([-+]?)(?:\\frac\{([-+]?\d{1,99})\}\{(\d{1,99})\}|([-+]?\d{1,99})/(\d{1,99})|"
                    r"(\d{1,99}|\d{1,3}(?:,\d{3}){1,30})?(\.\d{0,99})?(?:[eE]([-+]?\d{1,3}))?)", re.A)  # fmt: skip
@@ -120,8 +121,8 @@ def equal(gold: str, said: str) -> bool:
 # The rows
 
 
-def check_math(text: str, answer: str) -> dict[str, float]:
-    """What the last box holds is the answer. exact: as a number or as text, without algebra.
+def check_math(text: str, answer: str | list[str]) -> dict[str, float]:
+    """What the last box holds is the answer, or one of several. exact: as a number or as text, without algebra.
 
     Without a box there is no answer, whatever the text says: a number that a cut-off text happens to end in would be right
     once in 256 tries.
@@ -129,15 +130,17 @@ def check_math(text: str, answer: str) -> dict[str, float]:
     said = boxed(text)
     if said is None or len(said) > LONGEST:
         return {"reward": 0.0, "invalid": 1.0, "exact": 0.0}
-    exact = same(answer, said)
-    return {"reward": float(exact or equal(answer, said)), "invalid": 0.0, "exact": float(exact)}
+    golds = [answer] if isinstance(answer, str) else answer
+    exact = any(same(gold, said) for gold in golds)
+    return {"reward": float(exact or any(equal(gold, said) for gold in golds)), "invalid": 0.0, "exact": float(exact)}
 
 
 def check_number(text: str, answer: str) -> dict[str, float]:
-    """The last number of the last box, or of the text where there is no box, is the answer. exact: in a box."""
+    """The number in the last box, or the last one of the text where there is no box, is the answer. exact: in a box."""
     box = boxed(text)
     found = NUMBER.findall(text if box is None else normal(box))
-    value = value_of(found[-1]) if found else None
+    one = len(found) == 1 or (box is None and found)  # of 1 + 1 in a box neither number is the answer
+    value = value_of(found[-1]) if one else value_of(normal(box or ""))
     right = value is not None and value == value_of(normal(str(answer)))
     return {"reward": float(right), "invalid": float(value is None), "exact": float(right and box is not None)}
 
