@@ -358,12 +358,26 @@ class Config:
     """Temperature of evaluation; 0: greedy."""
     best_metric: str = ""
     """Metric by which the best checkpoint is kept. Empty: ndcg@5; of problems: correct."""
+    k: list[int] = field(default_factory=list)
+    """Problems: report pass@k, the chance that one of k samples is right, for each of these k (in training too). Empty: one
+    answer per problem, at eval_temperature. --average: empty is 1, 2, 4, ..."""
+    samples: int = 0
+    """Problems: samples per problem that pass@k is computed from, at --temperature; 0: as many as the largest k."""
+    subsample: int = 256
+    """eval.py, pass@k --against: samples of a paired draw (m of m-out-of-n); done where there are more samples than this."""
+    keep_answers: bool = False
+    """eval.py, pass@k: also keep the tokens of right answers, for --rare."""
+    rare: str = ""
+    """eval.py: a pass_*.jsonl with kept answers of the model that a run started from: how much less likely --init has made the
+    rarest 1 %% of them (Delta NLL)."""
+    average: list[str] = field(default_factory=list)
+    """eval.py: files pass_*.jsonl, or folders that hold such: pass@k of each and the mean over them, without a model."""
     baseline: str = ""
     """eval.py: score random or popularity instead of a model."""
     ranker: str = ""
     """eval.py: another run, which goes on from the slate that --init wrote (decoupled_sft)."""
     against: str = ""
-    """eval.py: another run folder, or its eval_SPLIT.jsonl, to compare with (paired bootstrap)."""
+    """eval.py: another run folder, or its eval_SPLIT.jsonl or pass_DATA_SPLIT.jsonl, to compare with (paired)."""
     save_every: int = 0
     """Steps between checkpoints; 0: only at the end and when stopped."""
     keep: int = 2
@@ -427,7 +441,8 @@ AT_LEAST = {  # smallest allowed value
     ),
     **dict.fromkeys("critic_lr value_clip value_coef kl_fuse entropy low_lr_gamma overlong".split(), 0),
     **dict.fromkeys("reward_workers max_reward_errors".split(), 0),
-    **dict.fromkeys("good_answers bad_answers".split(), 1),
+    **dict.fromkeys("good_answers bad_answers subsample".split(), 1),
+    "samples": 0,
     **dict.fromkeys("pool_size world_clusters world_items requests_themes".split(), 2),
     "rank_timeout": 1,
     "reward_timeout": 0.01,
@@ -510,6 +525,14 @@ def check(cfg: Config, world_size: int = 1, training: bool = True) -> Config:
         fail(
             f"--answer {cfg.answer}: answers to --data {cfg.data} are text that a verifier checks; leave --answer empty"
         )
+    if min(cfg.k, default=1) < 1 or max(cfg.k, default=0) > (cfg.samples or math.inf):
+        fail(f"--k {' '.join(map(str, cfg.k))}: from 1 to --samples {cfg.samples} are possible")
+    if cfg.k and not cfg.average and form != "text":
+        fail(f"--k: pass@k is for problems, whose answers are right or wrong; --data {cfg.data} has none")
+    if cfg.k and not cfg.average and not cfg.temperature:
+        fail("--temperature 0 makes all samples of a problem equal: pass@k needs a temperature, such as 1")
+    if cfg.keep_answers and not cfg.k:
+        fail("--keep_answers: it keeps those of the samples for pass@k; say which with --k")
     if form == "text" and (cfg.ranker or cfg.baseline):
         fail(f"--ranker, --baseline: the problems of --data {cfg.data} have no items to rank")
     if cfg.data in LISTS and not listed:
@@ -598,7 +621,7 @@ def check_training(cfg: Config, world_size: int) -> None:
     if row.unit == "rank" and form != "list":
         fail(f"--method {cfg.method} needs answers that are lists: leave --answer empty, or use list")
     if form == "text":
-        names = "correct exact invalid length finished".split()
+        names = [*"correct exact invalid length finished".split(), *(f"pass@{k}" for k in cfg.k)]
     elif form == "list":
         names = [f"{m}@{k}" for m in ("recall", "hit", "ndcg", "row_recall") for k in cfg.eval_k] + ["mrr"]
     else:

@@ -8,10 +8,13 @@ Left out: LoRA, quantised training, tensor parallelism.
 import contextlib
 import math
 import os
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 from transformers.utils import logging as hf_logging
 
 from config import Config, fail
@@ -318,7 +321,38 @@ def completion_values(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Many GPUs: FSDP2
+# Many processes, many GPUs: FSDP2
+
+
+def environment() -> tuple[int, int, int]:
+    """(rank, ranks, rank on this machine), as torchrun sets them; (0, 1, 0) without it."""
+    given = {k: os.environ.get(k, default) for k, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))}
+    shown = " ".join(f"{k}={v}" for k, v in given.items())
+    if not all(v.isascii() and v.isdigit() for v in given.values()):
+        fail(f"{shown}: whole numbers are needed; start several processes with torchrun")
+    rank, world, local = map(int, given.values())
+    if not local <= rank < world:
+        fail(f"{shown}: LOCAL_RANK <= RANK < WORLD_SIZE must hold; start several processes with torchrun")
+    if world > 1 and (missing := [k for k in ("MASTER_ADDR", "MASTER_PORT") if k not in os.environ]):
+        fail(f"{shown} without {missing[0]}: start several processes with torchrun")
+    return rank, world, local
+
+
+def launch(wait=1800.0) -> tuple[int, int, torch.device]:
+    """(rank, ranks, device); joins the process group under torchrun. wait: seconds a rank waits for the others."""
+    rank, world, local = environment()
+    cuda = torch.cuda.is_available()
+    if cuda and local >= torch.cuda.device_count():
+        fail(f"LOCAL_RANK={local}: this machine has {torch.cuda.device_count()} GPUs; lower --nproc_per_node")
+    if cuda:
+        torch.cuda.set_device(local)
+    if world > 1 and not dist.is_initialized():
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=wait)))
+        # restarted workers meet in torchrun's old store: the addresses of the dead are still in it
+        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world,
+                                timeout=timedelta(seconds=wait))  # fmt: skip
+    return rank, world, torch.device("cuda", local) if cuda else torch.device("cpu")
 
 
 def shard(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -92,7 +92,7 @@ class Run:
 
     MAY_CHANGE = ("config", "steps", "run_dir", "resume", "report", "data_dir", "init", "micro_tokens", "kv_tokens",
                   "rank_timeout", "plan", "plan_ranks", "plan_gb", "eval_every", "save_every", "diagnose_every", "keep", "max_bad_steps", "log_samples", "attention", "checkpointing", "split", "against", "ranker",
-                  "baseline", "reward_workers", "reward_timeout", "max_reward_errors")  # fmt: skip
+                  "baseline", "average", "rare", "subsample", "keep_answers", "reward_workers", "reward_timeout", "max_reward_errors")  # fmt: skip
 
     def __init__(self, cfg: Config, rank: int):
         self.cfg, self.main, self.checkpoint = cfg, rank == 0, ""

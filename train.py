@@ -18,17 +18,16 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
 import data
 import model as lm
+import passk
 import plan
 import rewards
 from config import Config, fail, parse
@@ -56,6 +55,7 @@ from losses import (
     truncated_weight,
     value_loss,
 )  # fmt: skip
+from model import environment, launch
 from rollout import Rollout, demonstrations, join, take
 from run import Run, continued, fingerprint
 
@@ -119,6 +119,9 @@ def main(cfg: Config) -> dict[str, float]:
         done, applied = step + 1, applied + 1 - metrics["skipped"]
         if due(cfg.eval_every):
             latest = means(evaluate(policy, *held_out, cfg))
+            if cfg.k:
+                found = passk.counted(policy, *held_out, replace(cfg, keep_answers=False))
+                latest |= {k: v for k, v in means(passk.rows_at(found, cfg.k)).items() if "@" in k}
             metrics |= {f"valid/{k}": v for k, v in latest.items()}
         timing = {"seconds_sample": sampled - began, "seconds": time.perf_counter() - began, "memory_gb": peak_memory()}
         run.log(done, metrics, timing, first_samples([task.examples[i].id for i in batch], roll, scored, cfg))
@@ -574,37 +577,6 @@ def peak_memory() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
-
-
-def environment() -> tuple[int, int, int]:
-    """(rank, ranks, rank on this machine), as torchrun sets them; (0, 1, 0) without it."""
-    given = {k: os.environ.get(k, default) for k, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))}
-    shown = " ".join(f"{k}={v}" for k, v in given.items())
-    if not all(v.isascii() and v.isdigit() for v in given.values()):
-        fail(f"{shown}: whole numbers are needed; start several processes with torchrun")
-    rank, world, local = map(int, given.values())
-    if not local <= rank < world:
-        fail(f"{shown}: LOCAL_RANK <= RANK < WORLD_SIZE must hold; start several processes with torchrun")
-    if world > 1 and (missing := [k for k in ("MASTER_ADDR", "MASTER_PORT") if k not in os.environ]):
-        fail(f"{shown} without {missing[0]}: start several processes with torchrun")
-    return rank, world, local
-
-
-def launch(wait=1800.0) -> tuple[int, int, torch.device]:
-    """(rank, ranks, device); joins the process group under torchrun. wait: seconds a rank waits for the others."""
-    rank, world, local = environment()
-    cuda = torch.cuda.is_available()
-    if cuda and local >= torch.cuda.device_count():
-        fail(f"LOCAL_RANK={local}: this machine has {torch.cuda.device_count()} GPUs; lower --nproc_per_node")
-    if cuda:
-        torch.cuda.set_device(local)
-    if world > 1 and not dist.is_initialized():
-        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=wait)))
-        # restarted workers meet in torchrun's old store: the addresses of the dead are still in it
-        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world,
-                                timeout=timedelta(seconds=wait))  # fmt: skip
-    return rank, world, torch.device("cuda", local) if cuda else torch.device("cpu")
 
 
 def repeatable() -> None:
