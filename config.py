@@ -627,7 +627,7 @@ def check_training(cfg: Config, world_size: int) -> None:
     else:
         names = [f"{m}@{k}" for m in ("recall", "precision", "hit", "ndcg", "mrr") for k in cfg.eval_k]
         names += ["mrr", "slate_recall", "slate_precision"]
-    if cfg.best_metric not in names:
+    if cfg.best_metric and cfg.best_metric not in names:
         near = difflib.get_close_matches(cfg.best_metric, names, 1, 0)[0]
         fail(f"--best_metric {cfg.best_metric!r} is not evaluated; nearest: {near!r}")
 
