@@ -85,7 +85,7 @@ def test_an_answer_earns_what_its_verifier_says():
     """One unit, all sampled tokens and no padding; the stop token is no text."""
     got = scored(["7", "it is 7.0", "7 or 8", "no idea", ""])
     assert got.reward.tolist() == [[1.0], [1.0], [0.0], [0.0], [0.0]] and got.valid.all() and got.high == [1.0]
-    assert got.parts["correct"] == got.parts["reward"] == [1, 1, 0, 0, 0] and not any(got.parts["exact"])  # no box
+    assert got.parts["correct"] == got.parts["exact"] == got.parts["reward"] == [1, 1, 0, 0, 0]
     assert got.parts["invalid"] == [0, 0, 0, 1, 1] and got.texts[1] == "it is 7.0"
     assert got.unit_ids.sum(1).tolist() == [2, 10, 7, 8, 1] and got.unit_ids.max() == 1
 
