@@ -431,35 +431,55 @@ def average(cfg: Config, folder: str) -> dict[str, dict]:
     return result
 
 
-def forgotten(cfg: Config, policy: Policy, split: data.Split, settings: dict, problems: list[dict]) -> dict[str, dict]:
-    """Delta NLL: mean NLL per token of the rarest right answers of another model under the policy, minus that under the model
-    that gave them. The interval resamples problems."""
-    examples, prompts = data.fit(split, policy.tokenizer, cfg)
-    asked = {e.id: (passk.checksum(e, p), p + policy.prefix_ids(cfg)) for e, p in zip(examples, prompts)}
-    answers = passk.rarest(problems)
-    sums = {p["id"]: p["prompt"] for p in problems}
-    if wrong := [id for id, _, _ in answers if id not in asked or asked[id][0] != sums[id]]:
+def forgotten(cfg: Config, device: torch.device) -> dict[str, dict]:
+    """Delta NLL: mean NLL per token of the rarest right answers of another model (--rare) under --init, minus that under the
+    model that gave them. The interval resamples problems."""
+    settings, problems = passk.read(
+        passk.file_of(cfg, cfg.rare) if os.path.isdir(cfg.rare) else cfg.rare, f"--rare {cfg.rare}"
+    )
+    if not any(p.get("answers") for p in problems):
+        fail(f"--rare {cfg.rare}: no right answers are kept in it; make it with --keep_answers")
+    cfg = replace(cfg, data=settings["data"], split=settings["split"], prefix=settings["prefix"], max_examples=0)
+    split = data.load(cfg)
+    policy = open_policy(cfg, split, device)
+    asked = {e.id: (passk.checksum(e, p), p) for e, p in zip(*data.fit(split, policy.tokenizer, cfg))}
+    answers, sums = passk.rarest(problems), {p["id"]: p["prompt"] for p in problems}
+    ids, base = [id for id, _, _ in answers], [value for _, value, _ in answers]
+    if wrong := [id for id in ids if id not in asked or asked[id][0] != sums[id]]:
         fail(f"--rare {cfg.rare}: problem {wrong[0]} is not in --data {cfg.data} --split {cfg.split}, or has another prompt, "
              f"answer or tokenizer there")  # fmt: skip
-    base = [value for _, value, _ in answers]
-    now = passk.nll_of(policy, answers, {id: p for id, (_, p) in asked.items()}, cfg)
-    ids = [id for id, _, _ in answers]
-    out = {}
-    for name, a, b in (("nll_base", base, 0), ("nll", now, 0), ("delta_nll", now, base)):
-        d = paired_bootstrap(a, np.zeros(len(a)) if b == 0 else b, clusters=ids)
+    prefix = policy.prefix_ids(cfg)
+    now = passk.nll_of(policy, answers, {id: p + prefix for id, (_, p) in asked.items()}, cfg)
+    out, nought = {}, [0.0] * len(ids)
+    for name, a, b in (("nll_base", base, nought), ("nll", now, nought), ("delta_nll", now, base)):
+        d = paired_bootstrap(a, b, clusters=ids)
         out[name] = {"value": d["mean_difference"], "lo": d["lo"], "hi": d["hi"]}
     if dist.is_initialized() and dist.get_rank():
         return out
-    print(f"{cfg.init} on the {len(answers)} rarest right answers, to {len(set(ids))} problems, of {cfg.rare}")
-    print(table(out))
-    path = os.path.join(cfg.run_dir, f"rare_{settings['data']}_{settings['split']}.json")
+    path = os.path.join(cfg.run_dir, f"rare_{cfg.data}_{cfg.split}.json")
     with writing(path):
         os.makedirs(cfg.run_dir, exist_ok=True)
         write(
-            path,
-            to_json({"answers": len(answers), "problems": len(set(ids)), "base": settings, "metrics": out}, indent=1),
+            path, to_json({"answers": len(ids), "problems": len(set(ids)), "base": settings, "metrics": out}, indent=1)
         )
+    print(f"{cfg.init} on the {len(ids)} rarest right answers of {cfg.rare}, to {len(set(ids))} problems")
+    print(table(out), f"written to {path}", sep="\n")
     return out
+
+
+def opponent(cfg: Config, examples: list) -> tuple[list[dict] | None, list[dict]]:
+    """Rows of --against on the same examples, and their counts where it is about pass@k."""
+    if not cfg.against:
+        return None, []
+    if cfg.k:
+        counts = against_counts([(e.id, passk.checksum(e)) for e in examples], cfg.against, cfg)
+        return passk.rows_at(counts, cfg.k), counts
+    rows = read_rows(cfg.against, cfg.split)
+    theirs = {r["id"]: r.get("gold") for r in rows}
+    if wrong := [e.id for e in examples if e.id not in theirs or theirs[e.id] != sought(e)]:
+        fail(f"--against {cfg.against}: it lacks {len(wrong)} of {len(examples)} examples or has other gold for them, such "
+             f"as {wrong[0]}; evaluate both on the same data")  # fmt: skip
+    return rows, []
 
 
 def main(argv: list[str]) -> dict[str, dict]:
@@ -476,14 +496,9 @@ def main(argv: list[str]) -> dict[str, dict]:
         fail("--init RUN_OR_MODEL is needed (or --baseline random | popularity)")
     rank, _, device = lm.launch(cfg.rank_timeout)
     if cfg.rare:
-        file = passk.file_of(cfg, cfg.rare) if os.path.isdir(cfg.rare) else cfg.rare
-        settings, problems = passk.read(file, f"--rare {cfg.rare}")
-        if not any(p.get("answers") for p in problems):
-            fail(f"--rare {cfg.rare}: no right answers are kept in it; make it with --keep_answers")
-        cfg = replace(cfg, data=settings["data"], split=settings["split"], prefix=settings["prefix"], max_examples=0)
+        return forgotten(cfg, device)
     split = data.load(cfg)
-    other = read_rows(cfg.against, cfg.split) if cfg.against and not cfg.k else None
-    examples, theirs = split.examples, []
+    examples = split.examples
     if not cfg.baseline:
         policy = open_policy(cfg, split, device)
         if cfg.ranker:
@@ -491,17 +506,8 @@ def main(argv: list[str]) -> dict[str, dict]:
             if ranker.pieces != policy.pieces:
                 fail(f"--ranker {cfg.ranker}: its tokenizer is another one than that of --init {cfg.init}")
             policy = Chained(**vars(policy), ranker=ranker)
-        if cfg.rare:
-            return forgotten(cfg, policy, split, settings, problems)
         examples, prompts = data.fit(split, policy.tokenizer, cfg)
-    if other is not None:
-        known = {r["id"]: r.get("gold") for r in other}
-        if wrong := [e.id for e in examples if e.id not in known or known[e.id] != sought(e)]:
-            fail(f"--against {cfg.against}: it lacks {len(wrong)} of {len(examples)} examples or has other gold for them, such "
-                 f"as {wrong[0]}; evaluate both on the same data")  # fmt: skip
-    if cfg.k and cfg.against:  # before the long part, not after it
-        theirs = against_counts([(e.id, passk.checksum(e)) for e in examples], cfg.against, cfg)
-        other = passk.rows_at(theirs, cfg.k)
+    other, theirs = opponent(cfg, examples)  # what would end the command does so before the long part
     try:
         os.makedirs(cfg.run_dir, exist_ok=True)
     except OSError as e:
