@@ -53,7 +53,7 @@ class Config:
     deterministic: bool = False
     """train.py: deterministic GPU kernels, slower; docs/scale.md says what stays different. On the CPU results repeat anyway."""
     plan: bool = False
-    """Print memory, communication and time of a step, computed from the settings, and leave: nothing is trained, loaded or
+    """train.py: print memory, communication and time of a step, computed from the settings, and leave: nothing is trained, loaded or
     written (plan.py)."""
     plan_ranks: list[int] = field(default_factory=list)
     """--plan: numbers of ranks to show. Empty: the ranks of the command itself, 8, 64 and 512."""
@@ -178,6 +178,9 @@ class Config:
     eager or flash_attention_2."""
     checkpointing: bool = False
     """Gradient checkpointing: less memory in the update, about a third more time."""
+    share_prefix: bool = True
+    """The update sees a prompt once, not once per sample, and packs without padding; models that cannot do this take the
+    plain path. The result is the same to rounding. It attends by its own function, in place of sdpa."""
     trust_remote_code: bool = False
     """Let a hub model run its own code. Off: such a model is refused."""
 
@@ -192,7 +195,8 @@ class Config:
     max_new_tokens: int = 64
     """Longest completion in tokens, stop token included; also the constant L of the const_len aggregate."""
     kv_tokens: int = 65536
-    """Key-value budget in tokens per rank: prompts x samples decoded at once hold at most this many."""
+    """Key-value budget in tokens per rank for what is decoded at once. A sample costs max_new_tokens and a prompt its length,
+    once (once per sample where the model cannot share it); waiting prompts take the places of finished samples."""
     prefix: str = ""
     """Text forced at the start of every completion: not trained on, but part of what rewards see."""
     stop: list[str] = field(default_factory=list)
@@ -204,7 +208,7 @@ class Config:
     batch_size: int = 16
     """Prompts per optimiser step, over all ranks."""
     micro_tokens: int = 8192
-    """Tokens (rows x padded length) of one forward with gradient, per rank. The result does not depend on it."""
+    """Tokens of one forward of the update, per rank (padding counts where there is any). The result does not depend on it."""
     mu: int = 1
     """Optimiser updates per rollout batch."""
     lr: float = 1e-6
@@ -320,7 +324,8 @@ class Config:
     kl_mask: str = "loss"
     """Tokens of the KL term: loss (those trained on) or completion (all, delimiters included)."""
     old_logp: str = "auto"
-    """Old log-probs: sampler (free), recompute (by the training forward), auto: recompute under bfloat16 if mu > 1."""
+    """Old log-probs: sampler (free), recompute (by the training forward), auto: recompute under bfloat16 if mu > 1.
+    With mu = 1 recomputing costs nothing: they are those of the one pass."""
 
     "== Reward"
 
@@ -365,7 +370,8 @@ class Config:
     reward_timeout: float = 10.0
     """Seconds that a worker may take for one completion; then it is killed, and the completion cannot be scored."""
     max_reward_errors: float = 0.5
-    """Completions whose reward fails are left out and counted (reward_errors); a larger share of a step's ends the run."""
+    """Completions whose reward fails are left out and counted (reward_errors); a larger share of those scored
+    together ends the run."""
     overlong: float = 0.0
     """Soft punishment of length (DAPO): within the last this share of max_new_tokens up to -1 is added to the reward of
     every unit. 0: off."""
@@ -451,9 +457,12 @@ CHOICES = {  # fields whose value is one word of a short list; checked before an
 }
 AT_LEAST = {  # smallest allowed value
     **dict.fromkeys(
-        "steps history slate_size rank_size max_prompt layers group_size max_new_tokens kv_tokens maze_held_out".split(), 1
+        "steps history slate_size rank_size max_prompt layers group_size max_new_tokens kv_tokens maze_held_out".split(),
+        1,
     ),
-    **dict.fromkeys("batch_size micro_tokens mu min_count ndcg_k world_gold world_examples maze_examples keep".split(), 1),
+    **dict.fromkeys(
+        "batch_size micro_tokens mu min_count ndcg_k world_gold world_examples maze_examples keep".split(), 1
+    ),
     **dict.fromkeys(
         "seed data_seed max_examples warmup log_samples eval_every eval_examples save_every ddof diagnose_every max_bad_steps".split(),
         0,
@@ -476,8 +485,11 @@ AT_LEAST = {  # smallest allowed value
     "width": 32,
     "maze_size": 5,
 }
-AT_MOST = {"seed": 2**63 - 1, "data_seed": 2**63 - 1, "popularity_power": 20, "low_lr_gamma": 100, "lr": 1e3, "value_clip": 1e6, "critic_lr": 1e6, "clip_high": 1e6,
-           "cispo_cap": 1e6, "tis": 1e6, "reward_workers": 1024, "reward_timeout": 1e6, "max_reward_errors": 1}  # fmt: skip
+AT_MOST = {
+    **dict.fromkeys("seed data_seed".split(), 2**63 - 1),
+    **dict.fromkeys("value_clip critic_lr clip_high cispo_cap tis reward_timeout".split(), 1e6),
+    "popularity_power": 20, "low_lr_gamma": 100, "lr": 1e3, "reward_workers": 1024, "max_reward_errors": 1,
+}  # fmt: skip
 PHASES = ("slate", "rank", "plan")  # what a phase may hold; rewards.PHASES says what each earns
 LISTS = {"requests"}  # data sets whose answers are lists
 PROBLEMS = set(  # data sets whose answers are text that a verifier checks
@@ -600,7 +612,9 @@ def check(cfg: Config, world_size: int = 1, training: bool = True) -> Config:
         fail(f"--width {cfg.width} is not a multiple of 32")
     heads = cfg.heads or cfg.width // 32
     if cfg.width % heads or cfg.width // heads % 2 or heads % (cfg.kv_heads or heads):
-        fail(f"--heads {heads} must cut --width {cfg.width} into even sizes, and --kv_heads {cfg.kv_heads or heads} must divide it")
+        fail(
+            f"--heads {heads} must cut --width {cfg.width} into even sizes, and --kv_heads {cfg.kv_heads or heads} must divide it"
+        )
     if cfg.maze_size % 2 == 0 or cfg.maze_size > 49:
         fail(f"--maze_size {cfg.maze_size}: an odd number up to 49 is needed (walls lie between the cells)")
     if not cfg.run_dir.strip():
@@ -876,9 +890,9 @@ def parse(argv: list[str] | None = None, world_size: int = 1, training: bool = T
         path = os.path.join(first.run_dir, "config.yaml")
         if not os.path.exists(path):
             fail(f"--resume: {first.run_dir} holds no run (no config.yaml); give --run_dir of the run to continue")
-    own = os.path.join(first.init, "config.yaml")
-    if not path and not training and first.init and os.path.isfile(own):
-        path = own
+    beside = os.path.join(first.init, "config.yaml")
+    if not path and not training and first.init and os.path.isfile(beside):
+        path = beside
     if path:
         own = read_config(path)
         row = METHODS.get(first.method if given("method", argv) else own.get("method", Config.method))

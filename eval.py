@@ -160,7 +160,8 @@ class Policy:
         prefix = self.prefix_ids(cfg)
         with lm.gathered(self.model):
             return rollout(self.model, prompts, samples, self.stop, max_new_tokens=cfg.max_new_tokens, temperature=temperature,
-                           top_p=cfg.top_p, keys=keys, prefix=prefix, kv_tokens=cfg.kv_tokens, dtype=self.dtype)  # fmt: skip
+                           top_p=cfg.top_p, keys=keys, prefix=prefix, kv_tokens=cfg.kv_tokens, dtype=self.dtype,
+                           shared=None if cfg.share_prefix else False)  # fmt: skip
 
 
 @dataclass
@@ -228,9 +229,9 @@ def metrics_of(example, slate: list[str], ranking: list[str], cfg: Config) -> di
 
 
 EVALUATED = {  # columns of the score table that an evaluation reports, by form of answer
-    "phases": "invalid duplicates out_of_pool length finished",
-    "list": "invalid unparsable out_of_catalog duplicates lines length finished",
-    "text": "correct exact invalid length finished",
+    "phases": "invalid duplicates out_of_pool length finished reward_errors",
+    "list": "invalid unparsable out_of_catalog duplicates lines length finished reward_errors",
+    "text": "correct exact invalid length finished reward_errors",
 }
 
 

@@ -345,9 +345,9 @@ def spread(per_unit: Tensor, unit_ids: Tensor) -> Tensor:
 @dataclass
 class Look:
     """Constants of a step, (B,T): log-probs of its tokens under the weights it starts with and the reference, and the
-    critic's values of the states before them; None where the method needs none."""
+    critic's values of the states before them; None where the method needs none. logp_old None: those of the step's one pass."""
 
-    logp_old: Tensor
+    logp_old: Tensor | None
     logp_ref: Tensor | None = None
     values: Tensor | None = None
 

@@ -18,7 +18,7 @@ import torch
 
 import data
 import model as lm
-from config import Config
+from config import Config, fail
 from losses import resolve
 
 GB = 1e9
@@ -459,7 +459,12 @@ def report(cfg: Config, ranks: int = 1, m: Machine = Machine()) -> str:
     """The whole plan as text of at most 100 columns."""
     config, path = model_config(cfg), Path(checkpointing=cfg.checkpointing)
     lm.check_positions(cfg, config)
-    s, c = shape_of(config), width(cfg)
+    try:
+        s, c = shape_of(config), width(cfg)
+    except Exception as e:  # a damaged config, or one of another kind of model: whatever its code raises
+        fail(
+            f"--plan: {cfg.init} ({config.model_type}) is no decoder with attention: {type(e).__name__} {str(e)[:200]}"
+        )
     worlds = cfg.plan_ranks or sorted({ranks, *RANKS})
     room, source = device_gb(cfg)
     return "\n\n".join([

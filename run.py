@@ -4,7 +4,7 @@
     RUN_DIR/log.jsonl       a line per optimiser step
     RUN_DIR/samples.jsonl   some decoded rollouts of each step, with their rewards
     RUN_DIR/checkpoints/    step-N: a Hugging Face folder plus trainer.pt and config.yaml; best: a link to the best one
-    RUN_DIR/bad/            step-N.pt: batches whose loss or gradient was not finite, the last few
+    RUN_DIR/bad/            step-N/rank-R.pt: batches whose loss or gradient was not finite, the last few
 
 Left out: anything that knows of losses or rewards; train.py calls it.
 """
@@ -30,23 +30,31 @@ import model as lm
 from config import Config, dump, fail, parse
 
 FORMAT = 1  # of trainer.pt: to be raised with any change that older code would misread
-KEYS = {"optimizer", "step", "rng", "best", "best_step", "critic", "memory", "format", "files", "data"}  # of trainer.pt
+KEYS = {"format": int, "step": int, "data": str, "files": dict, "optimizer": dict, "critic": dict | None, "memory": dict,
+        "rng": torch.Tensor, "best": float | None, "best_step": int | None}  # of trainer.pt, and their types  # fmt: skip
+SINCE_1 = {"format", "files", "data", "best_step"}  # what trainer.pt of format 0 lacks
 ASIDE = 5  # batches kept in bad/
 ON = "make room, then go on from the last checkpoint with --resume"
 
 
-def write(path: str, text: str) -> None:
-    """Write aside, sync, rename: a reader sees the old file or the new one, never half of it (F50)."""
+@contextlib.contextmanager
+def replacing(path: str):
+    """A name to write to, which becomes the file in the end: a reader sees the old one or the new one, never half (F50)."""
     try:
-        with open(path + ".tmp", "w", encoding="utf-8") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
+        yield path + ".tmp"
         os.replace(path + ".tmp", path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.remove(path + ".tmp")  # half a file is no use, and a full disk needs the room
         raise
+
+
+def write(path: str, text: str) -> None:
+    """Write aside, sync, rename."""
+    with replacing(path) as aside, open(aside, "w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
 
 
 @contextlib.contextmanager
@@ -84,18 +92,20 @@ def to_json(value, **how) -> str:
 
 
 class Run:
-    """One run's folder, on every rank; only rank 0 writes.
+    """One run's folder, on every rank; only rank 0 writes, but for what set_aside keeps.
 
     A checkpoint (weights, tokenizer, optimiser, step, RNG, best metric, configuration) is written aside, synced and
     renamed, so a crash leaves the last one whole (F50). Data position: the step, of which the order is a function.
     """
 
     MAY_CHANGE = ("config", "steps", "run_dir", "resume", "report", "data_dir", "init", "micro_tokens", "kv_tokens",
-                  "rank_timeout", "plan", "plan_ranks", "plan_gb", "eval_every", "save_every", "diagnose_every", "keep", "max_bad_steps", "log_samples", "attention", "checkpointing", "split", "against", "ranker",
-                  "baseline", "average", "rare", "subsample", "keep_answers", "reward_workers", "reward_timeout", "max_reward_errors")  # fmt: skip
+                  "attention", "checkpointing", "share_prefix", "eval_every", "save_every", "diagnose_every", "keep", "log_samples",
+                  "max_bad_steps", "rank_timeout", "reward_workers", "reward_timeout", "max_reward_errors",
+                  "plan", "plan_ranks", "plan_gb", "split", "against", "ranker", "baseline", "average", "rare",
+                  "subsample", "keep_answers")  # fmt: skip
 
     def __init__(self, cfg: Config, rank: int):
-        self.cfg, self.main, self.checkpoint = cfg, rank == 0, ""
+        self.cfg, self.rank, self.main, self.checkpoint = cfg, rank, rank == 0, ""
         self.best, self.best_step = None, None  # highest best_metric so far, and the step it was measured at
         self.data = ""  # fingerprint of what is trained on
         self.folder = os.path.join(cfg.run_dir, "checkpoints")
@@ -117,8 +127,7 @@ class Run:
 
     def steps(self) -> list[str]:
         """Names of the checkpoints, oldest first."""
-        names = os.listdir(self.folder) if os.path.isdir(self.folder) else []
-        return sorted(n for n in names if n.startswith("step-") and n[5:].isdigit())
+        return lm.steps_in(self.folder)
 
     def latest(self) -> str:
         """Folder of the last checkpoint. Empty: the run was killed before its first one, so it starts at step 0."""
@@ -165,15 +174,15 @@ class Run:
         if state.get("format", 0) > FORMAT:
             fail(f"--resume: {self.checkpoint} was written by a newer version of this code (format {state['format']}, here "
                  f"{FORMAT}); go on with that version")  # fmt: skip
-        needed = KEYS if state.get("format") else KEYS - {"format", "files", "data", "best_step"}
-        if wrong := (needed - state.keys()) or (state.keys() - KEYS):
-            self.damaged(
-                "trainer.pt", f"key {min(map(str, wrong))} is {'missing' if needed - state.keys() else 'unknown'}"
-            )
+        missing = KEYS.keys() - state.keys() - (set() if state.get("format") else SINCE_1)
+        if wrong := missing or state.keys() - KEYS.keys():
+            self.damaged("trainer.pt", f"key {min(map(str, wrong))} is {'missing' if missing else 'unknown'}")
+        if wrong := next((k for k, value in state.items() if not isinstance(value, KEYS[k])), ""):
+            self.damaged("trainer.pt", f"key {wrong} is of type {type(state[wrong]).__name__}")
         if state["step"] != int(os.path.basename(self.checkpoint)[5:]):
             self.damaged("trainer.pt", f"it is of step {state['step']}")
-        for name, size in (state.get("files") or {}).items():
-            path = os.path.join(self.checkpoint, name)
+        for name, size in state.get("files", {}).items():
+            path = os.path.join(self.checkpoint, str(name))
             if not os.path.isfile(path) or os.path.getsize(path) != size:
                 self.damaged(name, f"{os.path.getsize(path)} bytes, not {size}" if os.path.isfile(path) else "missing")
         for name in sorted(os.listdir(self.checkpoint)):
@@ -277,23 +286,17 @@ class Run:
             f.write(lines_of(rows))
 
     def set_aside(self, step: int, batch: dict) -> None:
-        """Keep a batch whose loss or gradient was not finite, for inspection (torch.load); the first rank's share of it."""
-        folder = os.path.join(self.cfg.run_dir, "bad")
-        path = os.path.join(folder, f"step-{step:06d}.pt")
-        self.say(f"step {step}: loss or gradient is not finite; no update was made, the batch is in {path}")
-        if not self.main:
-            return
+        """Keep a batch whose loss or gradient was not finite, for inspection (torch.load): every rank its own share."""
+        bad = os.path.join(self.cfg.run_dir, "bad")
+        folder = os.path.join(bad, f"step-{step:06d}")
+        path = os.path.join(folder, f"rank-{self.rank}.pt")
+        self.say(f"step {step}: loss or gradient is not finite; no update was made, the batch is in {folder}")
         with writing(path, ON):
             os.makedirs(folder, exist_ok=True)
-            try:
-                torch.save(batch, path + ".tmp")
-                os.replace(path + ".tmp", path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.remove(path + ".tmp")
-                raise
-            for old in sorted(os.listdir(folder))[:-ASIDE]:
-                os.remove(os.path.join(folder, old))
+            with replacing(path) as aside:
+                torch.save(batch, aside)
+            for old in lm.steps_in(bad)[:-ASIDE] if self.main else []:
+                shutil.rmtree(os.path.join(bad, old))
 
     def give_up(self, step: int, bad: int):
         """Leave after too many bad steps in a row; every rank comes here, one speaks."""
@@ -414,11 +417,12 @@ def read_lines(path: str) -> list[str]:
 
 
 def step_of(line: str) -> int | None:
-    """The step of a log line; None for a damaged one (a crash may leave half a line)."""
+    """The step of a log line; None for a damaged one (a crash may leave half a line, an editor anything)."""
     try:
-        return json.loads(line)["step"] if line.endswith("\n") else None
-    except (ValueError, KeyError, TypeError):
+        step = json.loads(line)["step"] if line.endswith("\n") else None
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
+    return step if isinstance(step, int) else None
 
 
 def fingerprint(examples: list, prompts: list[list[int]], demos: list[list[int]]) -> str:

@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -82,8 +83,9 @@ def main(cfg: Config) -> dict[str, float]:
     policy = open_policy(replace(cfg, init=run.checkpoint or cfg.init), train, device)
     task = usable(train, policy, cfg, method)
     held_out = [x[: cfg.eval_examples or None] for x in data.fit(valid, policy.tokenizer, cfg)]
-    reference = lm.load(cfg, policy.tokenizer, device).requires_grad_(False) if cfg.beta or cfg.kl_fuse else None
-    critic = lm.Critic(lm.load(cfg, policy.tokenizer, device)) if method.baseline == "critic" else None
+    plain = lm.share_prefix(policy.model, cfg)
+    reference = start_model(policy, cfg, device).requires_grad_(False) if cfg.beta or cfg.kl_fuse else None
+    critic = lm.Critic(start_model(policy, cfg, device)) if method.baseline == "critic" else None
     if world > 1:
         policy.model, reference, critic = (m and lm.shard(m, policy.dtype) for m in (policy.model, reference, critic))
     optimizer = optimizer_for(policy.model, critic, cfg)
@@ -91,6 +93,8 @@ def main(cfg: Config) -> dict[str, float]:
     start = run.open(optimizer, critic, memory.state(), fingerprint(task.examples, task.prompts, task.demos))
     run.say(f"{cfg.method} on {cfg.data}: {len(task.examples)} examples, left out: {dict(train.dropped) or 'none'}; "
             f"{sum(p.numel() for p in policy.model.parameters()):,} parameters on {world} x {device.type}; steps {start}..{cfg.steps}")  # fmt: skip
+    if plain:
+        run.say(f"forwards of the update repeat the prompt for every sample: {plain}")
     bar = tqdm(total=cfg.steps, initial=start, desc=cfg.method, disable=rank > 0 or not sys.stderr.isatty())
     stop, latest, applied = Signals(), {}, 0
 
@@ -114,7 +118,10 @@ def main(cfg: Config) -> dict[str, float]:
             run.restore(policy, reference, best=int(memory.blown) == 3)
         if metrics["bad"]:
             run.set_aside(step + 1, vars(roll) | vars(look) | vars(got) | {"metrics": metrics, "reward": scored.reward})
-        metrics |= describe(scored, got, roll, cfg) | {"lr": optimizer.param_groups[0]["lr"]}
+        metrics |= describe(scored, got, roll, cfg) | {
+            "lr": optimizer.param_groups[0]["lr"],
+            "padding": padding(roll, cfg, lm.packs(policy.model)),
+        }
 
         done, applied = step + 1, applied + 1 - metrics["skipped"]
         if due(cfg.eval_every):
@@ -266,9 +273,18 @@ def all_gather(x: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def micro_batches(roll: Rollout, budget: int) -> list[torch.Tensor]:
-    """Rows of each forward: sorted by length, rows x (longest prompt + longest completion) <= budget tokens, at least one
-    row; every rank makes the same number."""
+def micro_batches(roll: Rollout, budget: int, packed: bool = False) -> list[torch.Tensor]:
+    """Rows of each forward, of at most budget tokens (see padded, side_by_side), at least one row; every rank makes the
+    same number."""
+    out = (side_by_side if packed else padded)(roll, budget)
+    # collectives inside a forward must meet: ranks with fewer get empty ones
+    most = int(all_sum(torch.tensor(len(out), device=roll.group.device), dist.ReduceOp.MAX))
+    out += [[]] * (most - len(out))
+    return [torch.tensor(rows, dtype=torch.long, device=roll.group.device) for rows in out]
+
+
+def padded(roll: Rollout, budget: int) -> list[list[int]]:
+    """Rows sorted by length; a forward holds rows x (longest prompt + longest completion) tokens."""
     prompt = [len(roll.prompt_ids[g]) for g in roll.group.tolist()]
     length = roll.mask.sum(1).tolist()
     out, now, p, n = [], [], 0, 0
@@ -278,34 +294,63 @@ def micro_batches(roll: Rollout, budget: int) -> list[torch.Tensor]:
             now, p, n = [], 0, 0
         now.append(i)
         p, n = max(p, prompt[i]), max(n, length[i])
-    out.append(now)
-    # collectives inside a forward must meet: ranks with fewer get empty ones
-    most = int(all_sum(torch.tensor(len(out), device=roll.group.device), dist.ReduceOp.MAX))
-    out += [[]] * (most - len(out))
-    return [torch.tensor(rows, dtype=torch.long, device=roll.group.device) for rows in out]
+    return [*out, now]
 
 
-def forward(policy_or_model, roll: Rollout, rows: torch.Tensor, function, **kwargs):
-    """function (log-probs or values) of some rows. An empty micro-batch still takes part in the collectives of a sharded
-    model: one token goes through, nothing comes back."""
-    if not len(rows):
-        one = roll.mask[:1, :1]
-        out = function(policy_or_model, roll.prompt_ids, roll.tokens[:1, :1], one, roll.group[:1], **kwargs)
-        return tuple(x if x is None else x[:0] for x in out) if isinstance(out, tuple) else out[:0]
-    return function(policy_or_model, roll.prompt_ids, roll.tokens[rows], roll.mask[rows], roll.group[rows], **kwargs)
+def side_by_side(roll: Rollout, budget: int) -> list[list[int]]:
+    """Rows of a prompt together, longest prompts first; a forward holds each of its prompts once, and no padding. A group is
+    split only where it exceeds a whole forward."""
+    length, rows_of = roll.mask.sum(1).tolist(), {}
+    for i, g in enumerate(roll.group.tolist()):
+        rows_of.setdefault(g, []).append(i)
+    out, now, used = [], [], 0
+    for g in sorted(rows_of, key=lambda g: (-len(roll.prompt_ids[g]), g)):
+        prompt = len(roll.prompt_ids[g])
+        if now and used + prompt + sum(length[i] for i in rows_of[g]) > budget:
+            out.append(now)
+            now, used = [], 0
+        used += prompt
+        for k, i in enumerate(sorted(rows_of[g], key=lambda i: -length[i])):
+            if k and used + length[i] > budget:
+                out.append(now)
+                now, used = [], prompt
+            now.append(i)
+            used += length[i]
+    return [*out, now]
+
+
+def padding(roll: Rollout, cfg: Config, packed: bool) -> float:
+    """Share of the tokens in forwards of the update that are padding."""
+    device, real, held = roll.group.device, 0, 0
+    for rows in () if packed else (torch.tensor(r, device=device) for r in padded(roll, cfg.micro_tokens)):
+        prompt, length = [len(roll.prompt_ids[g]) for g in roll.group[rows].tolist()], roll.mask[rows].sum(1)
+        real += sum(prompt) + int(length.sum())
+        held += len(rows) * (max(prompt) + int(length.max()))
+    real, held = all_sum(torch.tensor([real, held], device=device)).tolist()
+    return 1 - real / held if held else 0.0
+
+
+def forward(model, roll: Rollout, rows: torch.Tensor, function, loss_fn=None, **kwargs):
+    """function (log-probs, values, or the sum of loss_fn) of some rows; loss_fn gets them as rows of the rollout. An empty
+    micro-batch still takes part in the collectives of a sharded model: one token goes through, nothing comes back."""
+    n, some = len(rows), rows if len(rows) else roll.group.new_zeros(1)
+    if loss_fn is not None:
+        kwargs["loss_fn"] = lambda at, logp, h: loss_fn(some[at][:n], logp[:n], None if h is None else h[:n])
+    mask = roll.mask[some] if n else roll.mask[:1, :1]
+    out = function(model, roll.prompt_ids, roll.tokens[some][:, : mask.shape[1]], mask, roll.group[some], **kwargs)
+    return out if loss_fn is not None else out[:n]
 
 
 def measure(policy: Policy, reference, critic, roll: Rollout, cfg: Config, method: Method) -> Look:
     """Old and reference log-probs and values of a rollout, without gradient. The sampler's log-probs are the old ones where
-    that is exact enough (old_logp) and where there was a sampler."""
-    micro = micro_batches(roll, cfg.micro_tokens)
+    that is exact enough (old_logp) and where there was a sampler; with one pass per step, that pass's own can be."""
+    micro = micro_batches(roll, cfg.micro_tokens, lm.packs(policy.model))
 
     def constant(model, function, **kwargs) -> torch.Tensor:
         out = torch.zeros_like(roll.logp)
         with torch.no_grad():
             for rows in micro:
-                got = forward(model, roll, rows, function, dtype=policy.dtype, **kwargs)
-                out[rows] = got[0] if isinstance(got, tuple) else got
+                out[rows] = forward(model, roll, rows, function, dtype=policy.dtype, **kwargs)
         return out
 
     policy.model.train()
@@ -313,9 +358,10 @@ def measure(policy: Policy, reference, critic, roll: Rollout, cfg: Config, metho
         cfg.old_logp == "auto" and cfg.mu > 1 and policy.dtype != torch.float32)  # fmt: skip
     look = Look(roll.logp)
     if method.source == "pairs" or (method.ratio != "none" and recompute):
-        look.logp_old = constant(policy.model, lm.completion_logp, temperature=cfg.temperature)
+        early = method.source == "pairs" or cfg.tis or cfg.smoothing or cfg.kl_in == "reward" or cfg.mu > 1
+        look.logp_old = constant(policy.model, lm.constant_logp, temperature=cfg.temperature) if early else None
     if reference is not None:
-        look.logp_ref = constant(reference, lm.completion_logp, temperature=cfg.temperature)
+        look.logp_ref = constant(reference, lm.constant_logp, temperature=cfg.temperature)
     if critic is not None:
         look.values = constant(critic, lm.completion_values)
     return look
@@ -344,40 +390,44 @@ def update(
     beta = cfg.beta if cfg.kl_in == "loss" and method.source == "sample" else 0.0
     logp_ref = look.logp_ref if method.source == "sample" else None
     drawn = float(all_sum(roll.mask.double().sum()))
-    micro = micro_batches(roll, cfg.micro_tokens)
+    micro = micro_batches(roll, cfg.micro_tokens, lm.packs(policy.model))
     parts = [p for p in (policy.model, critic) if p is not None]
+
+    def loss_of(rows, logp, entropy, sums: dict[str, torch.Tensor], first: bool) -> torch.Tensor:
+        """Loss of some rows; what to log of them is added to sums."""
+        old = logp.detach() if look.logp_old is None else look.logp_old[rows]
+        loss, part = policy_loss(
+            logp, old, got.token_adv[rows], unit_ids[rows], denom[rows], method, share[rows],
+            None if logp_ref is None else logp_ref[rows], kl_ids[rows], kl_denom[rows], beta, cfg.kl, cfg.kl_ratio,
+            cfg.dual_clip, None if weight is None else weight[rows], entropy, cfg.entropy,
+        )  # fmt: skip
+        if first and len(rows):
+            trained = unit_ids[rows] > 0
+            part["entropy"] = (torch.where(trained, entropy.detach(), 0) / each[rows]).sum()
+            if logp_ref is not None:
+                k3 = kl_estimate(logp.detach(), logp_ref[rows], "k3")
+                part["kl_token"] = (torch.where(trained, k3, 0) / each[rows]).sum()
+            if method.source == "sample":  # how far sampler and learner are apart, in nats (F07)
+                gap = torch.where(roll.mask[rows], logp.detach() - roll.logp[rows], 0)
+                part["sampler_gap"] = gap.abs().sum() / drawn
+        add(sums, part)
+        return loss * world  # FSDP averages over ranks, the denominators already count them all
 
     metrics: dict[str, float] = {}
     blown = False
     for epoch in range(cfg.mu):
         sums: dict[str, torch.Tensor] = {}
         for rows in micro:
-            logp, entropy = forward(policy.model, roll, rows, lm.completion_logp, temperature=cfg.temperature,
-                                    dtype=policy.dtype, entropy="grad" if cfg.entropy else epoch == 0)  # fmt: skip
-            loss, part = policy_loss(
-                logp, look.logp_old[rows], got.token_adv[rows], unit_ids[rows], denom[rows], method, share[rows],
-                None if logp_ref is None else logp_ref[rows], kl_ids[rows], kl_denom[rows], beta, cfg.kl, cfg.kl_ratio,
-                cfg.dual_clip, None if weight is None else weight[rows], entropy, cfg.entropy,
-            )  # fmt: skip
-            (loss * world).backward()  # FSDP averages over ranks, the denominators already count them all
+            forward(policy.model, roll, rows, lm.completion_loss, partial(loss_of, sums=sums, first=epoch == 0),
+                    temperature=cfg.temperature, dtype=policy.dtype, entropy="grad" if cfg.entropy else epoch == 0,
+                    ).backward()  # fmt: skip
             if critic is not None:
                 values = forward(critic, roll, rows, lm.completion_values, dtype=policy.dtype)
                 error = value_loss(
                     values, look.values[rows], got.returns[rows], unit_ids[rows], each[rows], cfg.value_clip
                 )
                 (cfg.value_coef * error * world).backward()
-                part["value_loss"] = error.detach()
-            if epoch == 0 and len(rows):
-                trained = unit_ids[rows] > 0
-                part["entropy"] = (torch.where(trained, entropy.detach(), 0) / each[rows]).sum()
-                if logp_ref is not None:
-                    k3 = kl_estimate(logp.detach(), logp_ref[rows], "k3")
-                    part["kl_token"] = (torch.where(trained, k3, 0) / each[rows]).sum()
-                if method.source == "sample":  # how far sampler and learner are apart, in nats (F07)
-                    gap = torch.where(roll.mask[rows], logp.detach() - roll.logp[rows], 0)
-                    part["sampler_gap"] = gap.abs().sum() / drawn
-            for k, v in part.items():
-                sums[k] = sums.get(k, 0) + v.detach().double()
+                add(sums, {"value_loss": error})
         found = {k: float(all_sum(v)) for k, v in sums.items()}
         blown = memory.fuse(found.get("kl_token", 0.0), cfg) if epoch == 0 else blown
         norms = []
@@ -401,6 +451,12 @@ def update(
     return metrics
 
 
+def add(sums: dict[str, torch.Tensor], part: dict[str, torch.Tensor]) -> None:
+    """Add to running sums, in double precision and without gradient."""
+    for k, v in part.items():
+        sums[k] = sums.get(k, 0) + v.detach().double()
+
+
 def diagnose(policy: Policy, roll: Rollout, look: Look, got: Credit, cfg: Config, method: Method) -> dict[str, float]:
     """How the phases' gradients get along (no update). cosine: between the slate's gradient and the ranking's; cross: the
     part of a joint advantage's gradient that crosses phases, |cross| / (|own| + |cross|), where own is what F-GRPO keeps and
@@ -412,9 +468,13 @@ def diagnose(policy: Policy, roll: Rollout, look: Look, got: Credit, cfg: Config
     model = policy.model
 
     def gradient(token_adv: torch.Tensor) -> list[torch.Tensor]:
-        for rows in micro_batches(roll, cfg.micro_tokens):
-            logp, _ = forward(model, roll, rows, lm.completion_logp, temperature=cfg.temperature, dtype=policy.dtype)
-            policy_loss(logp, look.logp_old[rows], token_adv[rows], ids[rows], denom[rows], method, 1.0)[0].backward()
+        def loss_of(rows, logp, _):
+            old = logp.detach() if look.logp_old is None else look.logp_old[rows]
+            return policy_loss(logp, old, token_adv[rows], ids[rows], denom[rows], method, 1.0)[0]
+
+        for rows in micro_batches(roll, cfg.micro_tokens, lm.packs(model)):
+            forward(model, roll, rows, lm.completion_loss, loss_of, temperature=cfg.temperature,
+                    dtype=policy.dtype).backward()  # fmt: skip
         grads = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
         model.zero_grad(set_to_none=True)
         return [torch.zeros_like(p) if g is None else g for g, p in zip(grads, model.parameters())]
@@ -488,12 +548,19 @@ def unit_weights_at(cfg: Config, method: Method, step: int, scored: rewards.Scor
     return [lam if u == later else 1.0 for u in range(units)]
 
 
+def start_model(policy: Policy, cfg: Config, device: torch.device):
+    """The weights that training starts with, once more: for a reference, or for the body of a critic."""
+    model = lm.load(cfg, policy.tokenizer, device)
+    lm.share_prefix(model, cfg)
+    return model
+
+
 def optimizer_for(model, critic, cfg: Config) -> torch.optim.AdamW:
     """AdamW over the policy and, in a group of its own, the critic; factor: of the learning rate."""
     groups = [{"params": list(model.parameters()), "factor": low_rate(cfg.low_lr_gamma)}]
     if critic is not None:
         groups.append({"params": list(critic.parameters()), "factor": cfg.critic_lr})
-    return torch.optim.AdamW(groups, cfg.lr, (0.9, cfg.adam_beta2), weight_decay=cfg.weight_decay)
+    return torch.optim.AdamW(groups, cfg.lr, (0.9, cfg.adam_beta2), weight_decay=cfg.weight_decay, fused=True)
 
 
 def learning_rate(cfg: Config, step: int) -> float:

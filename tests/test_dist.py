@@ -27,7 +27,7 @@ RUNS = {  # tied embeddings start from the taught model, untied ones from scratc
     "fgrpo": "--method fgrpo --lr 1e-4 --steps 2 --mu 2 --beta 0.1 --old_logp recompute --eval_every 1 --save_every 1 "
     "--keep 9 --eval_examples 5 --micro_tokens 70 --grad_clip 0.05 --log_samples 6 --init SFT",
     "sft": "--method sft --lr 1e-4 --steps 2 --tie false --tokenizer byte --max_prompt 160 --max_new_tokens 160 "
-    "--layers 2 --micro_tokens 300 --batch_size 6 --eval_examples 3",
+    "--layers 2 --micro_tokens 300 --batch_size 6 --eval_examples 3 --checkpointing true",
 }
 TIMEOUT = 200  # seconds for everything under torchrun: a hang is the usual failure
 
@@ -48,8 +48,8 @@ def record(folder, sft: str, rank: int, ranks: int) -> dict[str, dict]:
                     now["samples"].append((examples[g].id, tokens, out.reward[b].tolist()))
             return out
 
-        def cut(roll, budget, now=now):
-            out = micro_batches(roll, budget)
+        def cut(roll, budget, packed, now=now):
+            out = micro_batches(roll, budget, packed)
             now["micro"].append([len(rows) for rows in out])
             return out
 
@@ -121,14 +121,14 @@ def under_torchrun(folder: str, one: str, sft: str) -> None:
 
     data.order = interrupted
     go(os.path.join(folder, "interrupted"), "--method sft --steps 50 --lr 0 --eval_every 1 --eval_examples 2")
-    data.order, logp, step = order, model.completion_logp, [0]
+    data.order, loss, step = order, model.completion_loss, [0]
 
-    def broken(*args, **kwargs):
-        out, h = logp(*args, **kwargs)
-        return (out * math.nan if rank == 1 and out.requires_grad and step[0] in (1, 3, 4) else out), h
+    def broken(*args, loss_fn, **kwargs):
+        wrong = math.nan if rank == 1 and step[0] in (1, 3, 4) else 1
+        return loss(*args, loss_fn=lambda rows, logp, h: loss_fn(rows, logp * wrong, h), **kwargs)
 
     data.order = lambda *args: step.__setitem__(0, args[2]) or order(*args)
-    model.completion_logp = broken
+    model.completion_loss = broken
     try:
         go(os.path.join(folder, "bad"), "--method sft --steps 9 --save_every 1 --max_bad_steps 2")
     except SystemExit as stop:
@@ -284,7 +284,8 @@ def test_numbers_of_one_rank_that_are_not_finite_stop_all(both):
     assert [r["bad"] for r in ranks] == [2, 2]
     run = os.path.join(two, "bad")
     assert [(row["bad"], row["skipped"]) for row in lines(run)] == [(0, 0), (1, 1), (0, 0), (1, 1), (1, 1)]
-    assert sorted(os.listdir(os.path.join(run, "bad"))) == [f"step-{i:06d}.pt" for i in (2, 4, 5)]
+    assert sorted(os.listdir(os.path.join(run, "bad"))) == [f"step-{i:06d}" for i in (2, 4, 5)]
+    assert sorted(os.listdir(os.path.join(run, "bad", "step-000002"))) == ["rank-0.pt", "rank-1.pt"]
     assert "step-000003" in os.listdir(os.path.join(run, "checkpoints"))
 
 

@@ -177,7 +177,21 @@ def test_perfect_answers_reach_the_ceiling_of_every_metric(sft, monkeypatch):
     ceiling = {"recall@1": 1 / 2, "recall@2": 1, "slate_recall": 1, "slate_precision": 2 / 4}
     ceiling |= {"precision@1": 1, "precision@2": 1}
     ceiling |= {f"{m}@{k}": 1 for m in ("hit", "ndcg", "mrr") for k in (1, 2)} | {"mrr": 1, "finished": 1, "length": 11}
-    assert out == pytest.approx({**ceiling, "invalid": 0, "duplicates": 0, "out_of_pool": 0})
+    assert out == pytest.approx({**ceiling, "invalid": 0, "duplicates": 0, "out_of_pool": 0, "reward_errors": 0})
+
+
+def test_an_answer_whose_reward_fails_is_an_empty_one_and_counted(sft, monkeypatch):
+    cfg, policy, examples, prompts = opened(sft)
+    score, broken = evaluation.rewards.score_phases, examples[1]
+
+    def fails(said, example, *args):
+        if example is broken:
+            raise ValueError("no such judge")
+        return score(said, example, *args)
+
+    monkeypatch.setattr(evaluation.rewards, "score_phases", fails)
+    rows = evaluation.evaluate(policy, examples, prompts, cfg)
+    assert [row["metrics"]["reward_errors"] for row in rows] == [float(e is broken) for e in examples]
 
 
 def test_a_malformed_answer_scores_zero_and_is_counted(sft, monkeypatch):

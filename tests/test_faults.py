@@ -323,6 +323,10 @@ DAMAGE = {
     "unknown key": (edit(lambda s: s.update(extra=1)), "extra"),
     "missing key": (edit(lambda s: s.pop("optimizer")), "optimizer"),
     "another step": (edit(lambda s: s.update(step=2)), "step 2"),
+    "step no integer": (edit(lambda s: s.update(step=3.0)), "key step is of type float"),
+    "files no dict": (edit(lambda s: s.update(files=[1])), "key files is of type list"),
+    "file no name": (edit(lambda s: s.update(files={3: 4})), "3: missing"),
+    "best no number": (edit(lambda s: s.update(best="x")), "key best is of type str"),
     "shape of a moment": (edit(lambda s: s["optimizer"]["state"][0].update(exp_avg=torch.ones(3, 3))), "exp_avg"),
     "moment gone": (edit(lambda s: s["optimizer"]["state"][0].pop("exp_avg_sq")), "exp_avg_sq"),
     "moment no tensor": (edit(lambda s: s["optimizer"]["state"][0].update(exp_avg=1.0)), "trainer.pt"),
@@ -443,7 +447,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_in_its_folder(tmp
 # Numbers that are not finite
 
 
-def poison(monkeypatch, at: set[int], name="completion_logp", value=math.nan):
+def poison(monkeypatch, at: set[int], name="completion_loss", value=math.nan):
     """Log-probs (or values) become NaN in the update of some steps (from 1)."""
     step, work, order = [0], getattr(train.lm, name), data.order
 
@@ -452,11 +456,11 @@ def poison(monkeypatch, at: set[int], name="completion_logp", value=math.nan):
         return order(*args)
 
     def broken(*args, **kwargs):
+        wrong = value if step[0] in at else 1
+        if loss_fn := kwargs.pop("loss_fn", None):
+            return work(*args, loss_fn=lambda rows, logp, h: loss_fn(rows, logp * wrong, h), **kwargs)
         out = work(*args, **kwargs)
-        first, rest = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
-        if step[0] in at and first.requires_grad:
-            first = first * value
-        return first if rest is None else (first, *rest)
+        return out * wrong if out.requires_grad else out
 
     monkeypatch.setattr(data, "order", count)
     monkeypatch.setattr(train.lm, name, broken)
@@ -479,15 +483,15 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_set_aside(kind, sft, t
 
         monkeypatch.setattr(train.rewards, "score", infinite)
     else:
-        poison(monkeypatch, {2}, "completion_values" if kind == "critic" else "completion_logp",
+        poison(monkeypatch, {2}, "completion_values" if kind == "critic" else "completion_loss",
                math.inf if kind == "inf" else math.nan)  # fmt: skip
     go(run, f"--method {method} --init {sft} --steps 3 --lr 1e-3 --save_every 1 --keep 9 --mu 2")
     log = lines(run)
     assert [row["bad"] for row in log] == [0, 1, 0] and [row["skipped"] for row in log] == [0, 1, 0]
     assert "step-000002" not in steps(run) and not equal(weights(run, 1), weights(run, 3))
     assert "step 2: loss or gradient is not finite" in capsys.readouterr().err
-    assert os.listdir(run / "bad") == ["step-000002.pt"]
-    batch = torch.load(run / "bad" / "step-000002.pt", weights_only=True)
+    assert os.listdir(run / "bad") == ["step-000002"]
+    batch = torch.load(run / "bad" / "step-000002" / "rank-0.pt", weights_only=True)
     assert batch["tokens"].shape == batch["mask"].shape == batch["logp"].shape == batch["token_adv"].shape
     assert len(batch["prompt_ids"]) == 4 and len(batch["reward"]) == len(batch["tokens"]) == 16
     state = trainer(run, 3)
@@ -508,6 +512,30 @@ def test_several_bad_steps_in_a_row_stop_the_run_and_the_good_checkpoint_stays(s
     monkeypatch.undo()
     resume(run, "--steps 5")  # from step 3, the last good one
     assert [row["bad"] for row in lines(run)] == [0, 1, 0, 0, 0]
+
+
+def test_the_last_bad_batches_stay_and_so_does_what_somebody_put_beside_them(tmp_path):
+    (tmp_path / "bad" / "analysis").mkdir(parents=True)
+    (tmp_path / "bad" / "notes.txt").write_text("kept")
+    folder = run_folder.Run(parse(["--run_dir", str(tmp_path)]), 0)
+    for step in range(1, 9):
+        folder.set_aside(step, {})
+    kept = [f"step-{step:06d}" for step in range(4, 9)]
+    assert sorted(os.listdir(tmp_path / "bad")) == ["analysis", "notes.txt", *kept]
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
+    """Also beyond six digits, where that of their names is another."""
+    for name in ("step-1000000", "step-999999", "step-", "step-²", "step-000002", ".step-000003", "best"):
+        (tmp_path / name).mkdir()
+    assert train.lm.steps_in(str(tmp_path)) == ["step-000002", "step-999999", "step-1000000"]
+
+
+@pytest.mark.parametrize(
+    "line", ['{"step": 4, "lo', '{"step": "x"}\n', '{"step": NaN}\n', "[1]\n", "7\n", "[" * 100_000 + "\n", "\0\n"]
+)
+def test_a_damaged_line_of_a_log_has_no_step(line):
+    assert run_folder.step_of(line) is None and run_folder.step_of('{"step": 4}\n') == 4
 
 
 def test_weights_that_are_not_finite_are_never_saved_over_good_ones(tmp_path, capsys, monkeypatch):

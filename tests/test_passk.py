@@ -112,7 +112,7 @@ def test_a_step_on_problems_trains_and_logs_what_was_right(sft, tmp_path, method
     last = run(tmp_path / "run", f"--method {method} --init {sft} --steps 1 --lr 1e-3")
     (row,) = lines(tmp_path / "run")
     assert 0 < row["correct"] < 1 and row["grad_norm"] > 0 and row["reward"] == pytest.approx(row["correct"])
-    assert set(last) == {"correct", "exact", "invalid", "length", "finished"}
+    assert set(last) == {"correct", "exact", "invalid", "length", "finished", "reward_errors"}
     assert parse(["--config", str(tmp_path / "run" / "config.yaml")]).best_metric == "correct"
 
 
@@ -182,13 +182,13 @@ def test_pass_at_k_is_exact_for_every_small_n():
 
 
 @pytest.mark.parametrize("n, c, k", [
-    (1024, 1, 1), (2**17, 3, 1), (2**17, 7, 1), (1024, 3, 256), (1024, 700, 256), (1024, 768, 256), (1024, 769, 256), (1024, 1, 1024), (2**17, 1, 1),
+    (1024, 1, 1), (100_003, 1, 1), (2**17, 3, 1), (2**17, 7, 1), (1024, 3, 256), (1024, 700, 256), (1024, 768, 256), (1024, 769, 256), (1024, 1, 1024), (2**17, 1, 1),
     (2**17, 5, 1), (2**17, 1, 2**16), (2**17, 2, 1000), (2**17, 60000, 2), (2**17, 131071, 3), (2**17, 100, 100),
 ])  # fmt: skip
 def test_pass_at_k_is_stable_for_many_samples(n, c, k):
     """Also where the result is near 0, which 1 - exp(difference of large lgamma) would lose."""
     want = 1 - missed(n, max(c, k), min(c, k))  # C(n-c, k) / C(n, k) is symmetric in c and k
-    assert passk.pass_at_k(n, c, k) == pytest.approx(float(want), rel=1e-12, abs=0)
+    assert passk.pass_at_k(n, c, k) == pytest.approx(float(want), rel=1e-13, abs=0)
 
 
 @pytest.mark.parametrize("n, c, k", [(4, 2, 5), (4, 5, 2), (4, -1, 2), (4, 2, 0)])

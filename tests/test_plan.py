@@ -4,6 +4,7 @@ Bytes on the wire are counted on a process group of 8 ranks that sends nothing. 
 rates.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -269,6 +270,16 @@ def test_bad_input_ends_in_one_line(flags, text, capsys):
         plan.show(parse(["--plan", *flags.split()]), 1)
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1 and text in error
+
+
+@pytest.mark.parametrize("config", [{"model_type": "mamba"}, {"model_type": "qwen3", "num_attention_heads": 0},
+                                    {"model_type": "qwen3", "num_hidden_layers": 0}])  # fmt: skip
+def test_a_model_of_another_kind_or_a_damaged_config_ends_in_one_line(config, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as stop:
+        plan.show(parse(["--plan", "--init", str(tmp_path)]), 1)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and str(tmp_path) in error and "no decoder" in error
 
 
 def test_the_tiny_model_needs_no_init(capsys):

@@ -11,7 +11,7 @@ from torch import nn
 
 import model as lm
 import rollout as ro
-from rollout import batches, demonstrations, rollout, sample, uniforms
+from rollout import admit, demonstrations, rollout, sample, uniforms
 
 PROMPTS = [[5, 6, 7], [8, 30, 9, 11, 2, 40, 13, 60, 3], [17], [21, 22, 23, 24, 25, 26]]
 
@@ -111,11 +111,14 @@ def test_greedy_log_probs_are_those_of_temperature_1():
 
 @pytest.mark.parametrize("name", ("qwen3", "hybrid", "gpt2"))
 def test_a_prompt_is_prefilled_once_however_many_samples_it_gets(name):
-    """The widths and heights of the forwards: all prompts once, then one token per row."""
+    """The widths and heights of the forwards: all prompts once, those of nearly one length together, then one token per row."""
     model = family(name)
     recorder, heights = Recorder(model), []
     model.register_forward_pre_hook(lambda m, a, k: heights.append(len(k["input_ids"])), with_kwargs=True)
-    rollout(model, PROMPTS, 5, [], max_new_tokens=3)
+    rollout(model, [*PROMPTS, [30] * 8], 5, [], max_new_tokens=3)
+    assert recorder.widths == [9, 6, 3, 1, 1, 1] and heights == [2, 1, 1, 1, 25, 25]
+    recorder.widths.clear(), heights.clear()
+    rollout(model, PROMPTS, 5, [], max_new_tokens=3, shared=False)
     assert recorder.widths == [9, 1, 1] and heights == [4, 20, 20]
 
 
@@ -373,24 +376,40 @@ def test_dropping_rows_keeps_recurrent_states_and_positions_with_their_rows(name
     same(roll, rollout(model, PROMPTS, kv_tokens=1, **settings))
 
 
-def test_batches_cover_every_sample_once_within_the_budget():
-    """Random sizes: no row is lost or decoded twice, rows x width stays in the budget, groups stay whole if they can."""
+@pytest.mark.parametrize("shared", (True, False))
+def test_every_sample_is_admitted_once_within_the_budget(shared):
+    """Random sizes: no row is lost or decoded twice, the cache stays in the budget, groups stay whole if they can."""
     rng = np.random.default_rng(0)
+
+    def used(batch, prompts, new) -> tuple[int, int]:
+        rows, width = sum(b - a for _, a, b in batch), max(len(prompts[i]) for i, _, _ in batch)
+        return rows, len(batch) * width + rows * new if shared else rows * (width + new)
+
     for _ in range(300):
         n, samples, new, budget = (int(rng.integers(1, k)) for k in (12, 20, 30, 1500))
-        prompts = [[0] * int(rng.integers(1, 40)) for _ in range(n)]
-        cut = batches(prompts, samples, new, budget)
+        prompts = sorted(([0] * int(rng.integers(1, 40)) for _ in range(n)), key=lambda p: -len(p))
+        waiting, cut = [(i, 0, samples) for i in range(n)], []
+        while waiting:
+            batch = admit(waiting, prompts, new, budget, shared)
+            rows, cost = used(batch, prompts, new)
+            assert rows == 1 or cost <= budget
+            stays = batch[: int(rng.integers(0, len(batch) + 1))]  # the others have ended: their places are refilled
+            rows = sum(b - a for _, a, b in stays)
+            if stays and shared:
+                more = admit(waiting, prompts, new, budget, shared, rows, [len(prompts[i]) for i, _, _ in stays])
+                assert not more or used(stays + more, prompts, new)[1] <= budget
+                batch = batch + more
+            cut.append(batch)
         assert sorted((i, j) for b in cut for i, a, z in b for j in range(a, z)) == [
             (i, j) for i in range(n) for j in range(samples)
         ]
-        for b in cut:
-            count, width = sum(z - a for _, a, z in b), max(len(prompts[i]) for i, _, _ in b) + new
-            assert count and (count == 1 or count * width <= budget)
-            assert len({i for i, _, _ in b}) == len(b)
-        for i in range(n):
+        for i, p in enumerate(prompts):
             pieces = sum(j == i for b in cut for j, _, _ in b)
-            assert pieces == 1 or samples > budget // (len(prompts[i]) + new)
-    assert len(batches([[0] * 10] * 4, 8, 10, 20 * 32)) == 1 and batches([], 4, 10, 100) == []
+            whole = (budget - len(p)) // new if shared else budget // (len(p) + new)
+            assert pieces == 1 or samples > whole
+    for budget, rows in ((20 * 32, 32), (4 * 10 + 32 * 10, 32 if shared else 16)):
+        batch = admit([(i, 0, 8) for i in range(4)], [[0] * 10] * 4, 10, budget, shared)
+        assert sum(b - a for _, a, b in batch) == rows
 
 
 def test_demonstrations_have_the_shape_of_a_rollout_stop_token_included():
