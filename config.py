@@ -140,6 +140,16 @@ class Config:
     requests_examples: int = 2000
     """Built-in requests: training requests (valid and test get an eighth each)."""
 
+    maze_size: int = 17
+    """Built-in mazes: squares of a side, odd; a maze has (size // 2)^2 cells."""
+    maze_examples: int = 999_744
+    """Built-in mazes: training mazes, made when they are needed. With the 256 of test a million, as in the papers."""
+    maze_held_out: int = 256
+    """Built-in mazes: mazes of test, and as many of valid; training has none of them."""
+    maze_success: str = "walk"
+    """Built-in mazes: what is rewarded: a walk that reaches the goal (walk), or the target move by move (target). Both are
+    reported."""
+
     "== Model"
 
     tokenizer: str = "word"
@@ -147,7 +157,16 @@ class Config:
     layers: int = 2
     """Layers of a model built from scratch."""
     width: int = 96
-    """Hidden width of a model built from scratch; the feed-forward is three times as wide, head size 32."""
+    """Hidden width of a model built from scratch."""
+    arch: str = "qwen3"
+    """Architecture of a model built from scratch: qwen3, or qwen2 (biases on queries, keys and values, no norm of queries
+    and keys, rope theta 1e6)."""
+    heads: int = 0
+    """Attention heads of a model built from scratch; 0: heads of size 32."""
+    kv_heads: int = 0
+    """Key-value heads of a model built from scratch; 0: as many as heads."""
+    ffn: int = 0
+    """Width of the feed-forward of a model built from scratch; 0: three times the hidden width."""
     tie: bool = True
     """Tie input and output embeddings of a model built from scratch."""
     dtype: str = "auto"
@@ -174,6 +193,9 @@ class Config:
     """Key-value budget in tokens per rank: prompts x samples decoded at once hold at most this many."""
     prefix: str = ""
     """Text forced at the start of every completion: not trained on, but part of what rewards see."""
+    stop: list[str] = field(default_factory=list)
+    """Words that end a completion beside the stop tokens of model and tokenizer, one token each (DONE of the mazes). Unlike
+    those they are text: rewards see them."""
 
     "== Optimiser"
 
@@ -399,6 +421,8 @@ CHOICES = {  # fields whose value is one word of a short list; checked before an
     "demo_order": ["shuffled", "gold_first", "pool", "chain"],
     "template": ["terse", "instruct"],
     "tokenizer": ["word", "line", "byte"],
+    "arch": ["qwen3", "qwen2"],
+    "maze_success": ["walk", "target"],
     "dtype": ["auto", "float32", "bfloat16"],
     "schedule": ["constant", "linear", "cosine"],
     "attention": ["auto", "sdpa", "eager", "flash_attention_2"],
@@ -425,9 +449,9 @@ CHOICES = {  # fields whose value is one word of a short list; checked before an
 }
 AT_LEAST = {  # smallest allowed value
     **dict.fromkeys(
-        "steps history slate_size rank_size max_prompt layers group_size max_new_tokens kv_tokens".split(), 1
+        "steps history slate_size rank_size max_prompt layers group_size max_new_tokens kv_tokens maze_held_out".split(), 1
     ),
-    **dict.fromkeys("batch_size micro_tokens mu min_count ndcg_k world_gold world_examples keep".split(), 1),
+    **dict.fromkeys("batch_size micro_tokens mu min_count ndcg_k world_gold world_examples maze_examples keep".split(), 1),
     **dict.fromkeys(
         "seed data_seed max_examples warmup log_samples eval_every eval_examples save_every ddof diagnose_every max_bad_steps".split(),
         0,
@@ -446,7 +470,9 @@ AT_LEAST = {  # smallest allowed value
     **dict.fromkeys("pool_size world_clusters world_items requests_themes".split(), 2),
     "rank_timeout": 1,
     "reward_timeout": 0.01,
+    **dict.fromkeys("heads kv_heads ffn".split(), 0),
     "width": 32,
+    "maze_size": 5,
 }
 AT_MOST = {"seed": 2**63 - 1, "data_seed": 2**63 - 1, "popularity_power": 20, "low_lr_gamma": 100, "lr": 1e3, "value_clip": 1e6, "critic_lr": 1e6, "clip_high": 1e6,
            "cispo_cap": 1e6, "tis": 1e6, "reward_workers": 1024, "reward_timeout": 1e6, "max_reward_errors": 1}  # fmt: skip
@@ -569,7 +595,12 @@ def check(cfg: Config, world_size: int = 1, training: bool = True) -> Config:
     if not cfg.eval_k or min(cfg.eval_k) < 1:
         fail("--eval_k needs cutoffs of at least 1")
     if cfg.width % 32:
-        fail(f"--width {cfg.width} is not a multiple of the head size 32")
+        fail(f"--width {cfg.width} is not a multiple of 32")
+    heads = cfg.heads or cfg.width // 32
+    if cfg.width % heads or cfg.width // heads % 2 or heads % (cfg.kv_heads or heads):
+        fail(f"--heads {heads} must cut --width {cfg.width} into even sizes, and --kv_heads {cfg.kv_heads or heads} must divide it")
+    if cfg.maze_size % 2 == 0 or cfg.maze_size > 49:
+        fail(f"--maze_size {cfg.maze_size}: an odd number up to 49 is needed (walls lie between the cells)")
     if not cfg.run_dir.strip():
         fail("--run_dir needs the name of a folder")
     if cfg.rank_form == "position" and cfg.template == "instruct":

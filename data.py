@@ -20,15 +20,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+import maze
 import problems
 from config import LISTS, Config, answer_of, fail, printable
 from files import (
     DATASETS,
     Dataset,
     Example,
+    Lazy,
     Split,
     clean,
     damaged,
+    each,
     example_rng,
     find,
     id_of,
@@ -309,6 +312,54 @@ def load_requests(cfg: Config, split: str) -> Split:
             examples.append(Example(id, prompt, catalog, gold, demo, seen, responders, seen))
     popularity = dict(people) if split == "train" else load_requests(cfg, "train").popularity
     return Split(examples, {}, popularity, catalog)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Built-in mazes
+
+EAGER = 20_000  # so many mazes are made at once at load; more of them when they are needed
+
+
+def load_maze(cfg: Config, split: str) -> Split:
+    """Mazes of maze_size x maze_size squares (maze.py); the answer is a walk, and demonstrations are targets.
+
+    Maze i of a split is a pure function of (data_seed, i). test: the first maze_held_out different mazes that are drawn,
+    valid: as many after them. A training maze that equals one of these is drawn again, so no split shares a maze with
+    another; within training equal ones may repeat, as often as they are likely. A million mazes never lie in memory: their
+    prompts all have one length, and the longest answer is known, so nothing has to be looked at before it is used.
+    """
+    size, held, different = cfg.maze_size, cfg.maze_held_out, maze.count(cfg.maze_size)
+    if 4 * held > different:
+        fail(f"--maze_held_out {held}: there are {different} different mazes of --maze_size {size}, and test and valid may "
+             f"have at most a quarter each")  # fmt: skip
+    if cfg.max_new_tokens < (longest := maze.longest(size)):
+        fail(f"--max_new_tokens {cfg.max_new_tokens}: an answer to a maze of --maze_size {size} may have {longest} tokens")
+    mazes, i = {}, 0  # those of test and valid by their grids
+    while len(mazes) < 2 * held:
+        made, i = maze.make(size, [cfg.data_seed, 6, i]), i + 1
+        mazes.setdefault("".join(made["grid"]), made)
+        if i > 200 * held + 10_000:
+            fail(f"--maze_held_out {held}: only {len(mazes)} different mazes of --maze_size {size} came up in {i} draws")
+    dropped = Counter()
+
+    def example(i: int, made: dict) -> Example:
+        return Example(f"{split}-{i}", maze.write_grid(made["grid"]), demo=maze.write_path(made["path"]), answer=made,
+                       check=cfg.maze_success)  # fmt: skip
+
+    def train(i: int) -> Example:
+        attempt = 0
+        while "".join((made := maze.make(size, [cfg.data_seed, 7, i, attempt]))["grid"]) in mazes:
+            attempt += 1
+            dropped["equal to a held-out maze, drawn again"] += 1
+        return example(i, made)
+
+    if split == "train":
+        examples = Lazy(cfg.maze_examples, train)
+        examples = list(examples) if len(examples) <= EAGER else examples
+    else:
+        at = {"test": 0, "valid": held}[split]
+        examples = [example(i, made) for i, made in enumerate(list(mazes.values())[at : at + held])]
+    return Split(examples, dropped, vocabulary=maze.VOCABULARY)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -681,6 +732,7 @@ DATASETS |= {
     "requests": Dataset(
         load_requests, "synthetic requests in words, several people answer; answers are lists of titles"
     ),
+    "maze": Dataset(load_maze, "mazes to walk through; size and criterion are settings; answers are checked walks"),
     "movielens": Dataset(
         load_movielens,
         "next movie of a user: MovieLens latest-small, 100K, 1M, 20M, 25M or 32M",

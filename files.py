@@ -5,12 +5,13 @@ line and where the official one comes from. Left out: any particular data set; s
 """
 
 import csv
+import functools
 import hashlib
 import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,6 +45,26 @@ class Example:
     seen: list[str] = field(default_factory=list)
     answer: object = None
     check: str = ""
+
+
+class Lazy(Sequence):
+    """A sequence whose items are made when they are asked for: item i is make(i), a pure function; the last ones are kept."""
+
+    def __init__(self, length: int, make: Callable[[int], object]):
+        self.length, self.make = length, functools.lru_cache(2048)(make)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, i: int):
+        if not -self.length <= i < self.length:
+            raise IndexError(i)
+        return self.make(i % self.length)
+
+
+def each(function: Callable, items: Sequence) -> Sequence:
+    """function of every item; of a lazy sequence when it is asked for."""
+    return Lazy(len(items), lambda i: function(items[i])) if isinstance(items, Lazy) else [function(x) for x in items]
 
 
 @dataclass

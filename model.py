@@ -22,6 +22,7 @@ from config import Config, fail
 hf_logging.disable_progress_bar()  # loading tiny files needs no bars, and they would bury the one line of an error
 
 SPECIAL = ["<pad>", "<eos>", "<unk>"]  # of tokenizers built here
+ROPE_QWEN2 = {"rope_type": "default", "rope_theta": 1e6}  # of the published models
 PIECES = {"word": r"\S+\s?|\s", "line": r"[^\n]+\n?|\n"}  # white space stays with the word before it
 
 
@@ -149,16 +150,19 @@ def compute_dtype(cfg: Config, device: torch.device) -> torch.dtype:
 
 
 def tiny_config(cfg: Config, tokenizer):
-    """Config of a tiny Qwen3 for the tokenizer; heads of size 32."""
-    from transformers import Qwen3Config
+    """Config of a tiny Qwen3 or Qwen2 for the tokenizer."""
+    from transformers import Qwen2Config, Qwen3Config
 
-    heads = cfg.width // 32
-    return Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=cfg.width, intermediate_size=3 * cfg.width,
-        num_hidden_layers=cfg.layers, num_attention_heads=heads, num_key_value_heads=heads, head_dim=32,
+    heads = cfg.heads or cfg.width // 32
+    size = cfg.width // heads
+    kind = {"qwen3": (Qwen3Config, {"head_dim": size}), "qwen2": (Qwen2Config, {"rope_parameters": ROPE_QWEN2})}
+    make, own = kind[cfg.arch]
+    return make(
+        vocab_size=len(tokenizer), hidden_size=cfg.width, intermediate_size=cfg.ffn or 3 * cfg.width,
+        num_hidden_layers=cfg.layers, num_attention_heads=heads, num_key_value_heads=cfg.kv_heads or heads,
         max_position_embeddings=cfg.max_prompt + cfg.max_new_tokens, tie_word_embeddings=cfg.tie,
         initializer_range=cfg.width**-0.5,  # logits of unit size at the start
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **own,
     )  # fmt: skip
 
 
