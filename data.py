@@ -15,7 +15,7 @@ import re
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -758,12 +758,14 @@ DATASETS |= {
 
 
 def load(cfg: Config, split: str | None = None) -> Split:
-    """One split of cfg.data, cut to max_examples by a seeded draw that keeps the order."""
+    """One split of cfg.data, cut to max_examples by a seeded draw that keeps the order. Lazy examples are sound as they are."""
     if cfg.data not in DATASETS:
         fail(f"--data {cfg.data!r} is not one of {', '.join(DATASETS)}")
     split = split or cfg.split
     loaded = DATASETS[cfg.data].load(cfg, split)
-    loaded.examples = sample(cfg, sound(cfg, loaded), loaded.dropped)
+    if not isinstance(loaded.examples, Lazy):
+        loaded.examples = sound(cfg, loaded)
+    loaded.examples = sample(cfg, loaded.examples, loaded.dropped)
     if not loaded.examples:
         fail(f"--data {cfg.data}: no usable example in split {split!r}; dropped: {loaded.dropped or 'nothing'}")
     return loaded
@@ -839,9 +841,12 @@ def ids_of(tokenizer, text: str, mark: str) -> list[int]:
     return [i for part in tokenizer(text.split(mark), add_special_tokens=False)["input_ids"] for i in part]
 
 
-def fit(split: Split, tokenizer, cfg: Config) -> tuple[list[Example], list[list[int]]]:
-    """Examples and their prompt ids; prompts over max_prompt are left out and counted in split.dropped, never cut (F16)."""
-    pairs = [(e, encode(tokenizer, e.prompt, cfg.tags)) for e in split.examples]
+def fit(split: Split, tokenizer, cfg: Config) -> tuple[Sequence[Example], Sequence[list[int]]]:
+    """Examples and their prompt ids; prompts over max_prompt are left out and counted in split.dropped, never cut (F16).
+    Of lazy ones, whose prompts have one length, the first speaks for all."""
+    prompts = each(lambda e: encode(tokenizer, e.prompt, cfg.tags), split.examples)
+    lazy = isinstance(prompts, Lazy)
+    pairs = list(zip(split.examples, prompts)) if not lazy else [(split.examples[0], prompts[0])]
     unknown = tokenizer.unk_token_id
     if unknown is not None and all(unknown in ids for _, ids in pairs):
         if not cfg.init:
@@ -856,7 +861,7 @@ def fit(split: Split, tokenizer, cfg: Config) -> tuple[list[Example], list[list[
         fail(
             f"--max_prompt {cfg.max_prompt}: every prompt is longer (the shortest has {min(len(i) for _, i in pairs)} tokens)"
         )
-    return [e for e, _ in kept], [ids for _, ids in kept]
+    return (split.examples, prompts) if lazy else ([e for e, _ in kept], [ids for _, ids in kept])
 
 
 def order(n: int, seed: int, step: int, batch_size: int) -> list[int]:
@@ -891,11 +896,11 @@ def main(argv: list[str]) -> None:
 
     tokenizer = load_tokenizer(cfg, split.examples, split.catalog, split.vocabulary)
     examples, prompts = fit(split, tokenizer, cfg)
-    lengths = [len(p) for p in prompts]
+    lengths = [len(p) for p in itertools.islice(prompts, EAGER)]
     print(f"{cfg.data} {cfg.split}: {len(examples)} examples; prompt tokens {min(lengths)}..{max(lengths)}")
     for why, count in split.dropped.items():
         print(f"  left out {count}: {why}")
-    for e, ids in list(zip(examples, prompts))[:n]:
+    for e, ids in itertools.islice(zip(examples, prompts), n):
         # passages are cut to a line each; the line with the tags is the instruction, which is not
         words = [w if len(w) <= 160 or cfg.tags[0] in w else f"{w[:140]}... (+{len(w) - 140} characters)"
                  for w in e.prompt.split("\n")]  # fmt: skip

@@ -200,7 +200,7 @@ def open_policy(cfg: Config, split: data.Split, device: torch.device) -> Policy:
     pieces, stop = rewards.token_bytes(tokenizer), lm.stop_ids(model, tokenizer)
     for i in stop:
         pieces[i : i + 1] = [b""] * (i < len(pieces))  # the model's further stop tokens are no text either
-    return Policy(model, tokenizer, pieces, stop, lm.compute_dtype(cfg, device))
+    return Policy(model, tokenizer, pieces, stop + lm.word_ids(tokenizer, cfg.stop), lm.compute_dtype(cfg, device))
 
 
 def list_metrics(example, ranks: list, cfg: Config, mean_people: float) -> dict[str, float]:

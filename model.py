@@ -32,7 +32,8 @@ PIECES = {"word": r"\S+\s?|\s", "line": r"[^\n]+\n?|\n"}  # white space stays wi
 
 def build_tokenizer(kind: str, texts, vocabulary=()):
     """A Hugging Face tokenizer made from texts: word, line (a title is one token) or byte. Ids join to the exact text.
-    vocabulary: the words (or lines) in place of those of the texts, in this order."""
+    vocabulary: the words (or lines) in place of those of the texts, in this order; special ones may be among them, <bos> too.
+    """
     from transformers import PreTrainedTokenizerFast
 
     if kind == "byte":
@@ -44,11 +45,13 @@ def build_tokenizer(kind: str, texts, vocabulary=()):
     else:
         split = pre_tokenizers.Split(Regex(PIECES[kind]), "isolated")
         words = {piece for text in texts for piece, _ in split.pre_tokenize_str(text)}
-        vocab = {t: i for i, t in enumerate(SPECIAL + (list(vocabulary) or sorted(words.difference(SPECIAL))))}
+        words = [t for t in vocabulary or sorted(words) if t not in SPECIAL or t in vocabulary]
+        vocab = {t: i for i, t in enumerate([*(t for t in SPECIAL if t not in words), *words])}
         raw = Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
         raw.pre_tokenizer, raw.decoder = split, decoders.Fuse()
-    raw.add_special_tokens(SPECIAL)
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+    start = {"bos_token": "<bos>"} if "<bos>" in vocabulary else {}
+    raw.add_special_tokens([*SPECIAL, *start.values()])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", **start,
                                    clean_up_tokenization_spaces=False)  # fmt: skip
 
 
@@ -68,10 +71,12 @@ def checkpoint_of(path: str) -> str:
 def load_tokenizer(cfg: Config, examples=(), catalog=(), vocabulary=()):
     """The tokenizer of --init, or one built from the examples (prompts, demonstrations, candidates) and the catalog, or from
     the vocabulary where the data set has one."""
+    if not cfg.init and vocabulary:
+        return build_tokenizer(cfg.tokenizer, (), vocabulary)
     if not cfg.init:
         titles = set(catalog).union(*{id(e.candidates): e.candidates for e in examples}.values())
         texts = {t for e in examples for t in (e.prompt, e.demo)} | {f"{t}\n" for t in titles}
-        return build_tokenizer(cfg.tokenizer, texts, vocabulary)
+        return build_tokenizer(cfg.tokenizer, texts)
     from transformers import AutoTokenizer
 
     tokenizer = from_hub(AutoTokenizer, cfg)
@@ -114,6 +119,15 @@ def stop_ids(model, tokenizer) -> list[int]:
         eos = getattr(source, "eos_token_id", None)
         ids |= set(eos if isinstance(eos, list | tuple) else [eos])
     return sorted(i for i in ids if i is not None)
+
+
+def word_ids(tokenizer, words: list[str]) -> list[int]:
+    """Ids of the words of --stop, each one token."""
+    ids = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in words]
+    for word, found in zip(words, ids):
+        if len(found) != 1 or found[0] == tokenizer.unk_token_id:
+            fail(f"--stop {word!r}: it must be one token of the tokenizer, and is {len(found)} or unknown")
+    return [i for (i,) in ids]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

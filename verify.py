@@ -20,6 +20,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 import ifeval
+import maze
 
 SLOW = {"math", "ifeval"}  # rows that a text can make last for ever: algebra, regular expressions from data
 WORKERS = 2  # processes for these where reward_workers says none
@@ -161,6 +162,8 @@ VERIFIERS: dict[str, Callable[[str, object], dict[str, float]]] = {
     "math": check_math,
     "choice": check_choice,
     "ifeval": ifeval.check_ifeval,
+    "walk": maze.check_walk,
+    "target": maze.check_target,
 }
 
 
