@@ -77,9 +77,11 @@ def load_tokenizer(cfg: Config, examples=(), catalog=(), vocabulary=()):
         titles = set(catalog).union(*{id(e.candidates): e.candidates for e in examples}.values())
         texts = {t for e in examples for t in (e.prompt, e.demo)} | {f"{t}\n" for t in titles}
         return build_tokenizer(cfg.tokenizer, texts)
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    tokenizer = from_hub(AutoTokenizer, cfg)
+    # one made here is whole in tokenizer.json, but AutoTokenizer takes that of any qwen2 model for Qwen2's own
+    made_here = '"TokenizersBackend"' in text_at(os.path.join(checkpoint_of(cfg.init), "tokenizer_config.json"))
+    tokenizer = from_hub(PreTrainedTokenizerFast if made_here else AutoTokenizer, cfg)
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:
         fail(f"--init {cfg.init}: it has no tokenizer files")
     if tokenizer.eos_token_id is None:
@@ -92,6 +94,14 @@ def load_tokenizer(cfg: Config, examples=(), catalog=(), vocabulary=()):
         except Exception as e:
             fail(f"--init {cfg.init}: its chat template fails: {type(e).__name__} {e}")
     return tokenizer
+
+
+def text_at(path: str) -> str:
+    """The text of a file; "" where there is none."""
+    if not os.path.isfile(path):
+        return ""
+    with open(path, encoding="utf-8", errors="replace") as f:
+        return f.read()
 
 
 def from_hub(auto, cfg: Config, **kwargs):
