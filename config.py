@@ -449,9 +449,12 @@ CHOICES = {  # fields whose value is one word of a short list; checked before an
 }
 AT_LEAST = {  # smallest allowed value
     **dict.fromkeys(
-        "steps history slate_size rank_size max_prompt layers group_size max_new_tokens kv_tokens maze_held_out".split(), 1
+        "steps history slate_size rank_size max_prompt layers group_size max_new_tokens kv_tokens maze_held_out".split(),
+        1,
     ),
-    **dict.fromkeys("batch_size micro_tokens mu min_count ndcg_k world_gold world_examples maze_examples keep".split(), 1),
+    **dict.fromkeys(
+        "batch_size micro_tokens mu min_count ndcg_k world_gold world_examples maze_examples keep".split(), 1
+    ),
     **dict.fromkeys(
         "seed data_seed max_examples warmup log_samples eval_every eval_examples save_every ddof diagnose_every max_bad_steps".split(),
         0,
@@ -598,7 +601,9 @@ def check(cfg: Config, world_size: int = 1, training: bool = True) -> Config:
         fail(f"--width {cfg.width} is not a multiple of 32")
     heads = cfg.heads or cfg.width // 32
     if cfg.width % heads or cfg.width // heads % 2 or heads % (cfg.kv_heads or heads):
-        fail(f"--heads {heads} must cut --width {cfg.width} into even sizes, and --kv_heads {cfg.kv_heads or heads} must divide it")
+        fail(
+            f"--heads {heads} must cut --width {cfg.width} into even sizes, and --kv_heads {cfg.kv_heads or heads} must divide it"
+        )
     if cfg.maze_size % 2 == 0 or cfg.maze_size > 49:
         fail(f"--maze_size {cfg.maze_size}: an odd number up to 49 is needed (walls lie between the cells)")
     if not cfg.run_dir.strip():

@@ -333,13 +333,17 @@ def load_maze(cfg: Config, split: str) -> Split:
         fail(f"--maze_held_out {held}: there are {different} different mazes of --maze_size {size}, and test and valid may "
              f"have at most a quarter each")  # fmt: skip
     if cfg.max_new_tokens < (longest := maze.longest(size)):
-        fail(f"--max_new_tokens {cfg.max_new_tokens}: an answer to a maze of --maze_size {size} may have {longest} tokens")
+        fail(
+            f"--max_new_tokens {cfg.max_new_tokens}: an answer to a maze of --maze_size {size} may have {longest} tokens"
+        )
     mazes, i = {}, 0  # those of test and valid by their grids
     while len(mazes) < 2 * held:
         made, i = maze.make(size, [cfg.data_seed, 6, i]), i + 1
         mazes.setdefault("".join(made["grid"]), made)
         if i > 200 * held + 10_000:
-            fail(f"--maze_held_out {held}: only {len(mazes)} different mazes of --maze_size {size} came up in {i} draws")
+            fail(
+                f"--maze_held_out {held}: only {len(mazes)} different mazes of --maze_size {size} came up in {i} draws"
+            )
     dropped = Counter()
 
     def example(i: int, made: dict) -> Example:
