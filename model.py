@@ -178,14 +178,15 @@ def tiny_config(cfg: Config, tokenizer):
     from transformers import Qwen2Config, Qwen3Config
 
     heads = cfg.heads or cfg.width // 32
-    size = cfg.width // heads
-    kind = {"qwen3": (Qwen3Config, {"head_dim": size}), "qwen2": (Qwen2Config, {"rope_parameters": ROPE_QWEN2})}
-    make, own = kind[cfg.arch]
+    make, own = {
+        # logits of unit size at the start
+        "qwen3": (Qwen3Config, {"head_dim": cfg.width // heads, "initializer_range": cfg.width**-0.5}),
+        "qwen2": (Qwen2Config, {"rope_parameters": ROPE_QWEN2, "initializer_range": 0.02}),  # as published
+    }[cfg.arch]
     return make(
         vocab_size=len(tokenizer), hidden_size=cfg.width, intermediate_size=cfg.ffn or 3 * cfg.width,
         num_hidden_layers=cfg.layers, num_attention_heads=heads, num_key_value_heads=cfg.kv_heads or heads,
         max_position_embeddings=cfg.max_prompt + cfg.max_new_tokens, tie_word_embeddings=cfg.tie,
-        initializer_range=cfg.width**-0.5,  # logits of unit size at the start
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **own,
     )  # fmt: skip
 
