@@ -323,47 +323,45 @@ EAGER = 20_000  # so many mazes are made at once at load; more of them when they
 def load_maze(cfg: Config, split: str) -> Split:
     """Mazes of maze_size x maze_size squares (maze.py); the answer is a walk, and demonstrations are targets.
 
-    Maze i of a split is a pure function of (data_seed, i). test: the first maze_held_out different mazes that are drawn,
-    valid: as many after them. A training maze that equals one of these is drawn again, so no split shares a maze with
-    another; within training equal ones may repeat, as often as they are likely. A million mazes never lie in memory: their
-    prompts all have one length, and the longest answer is known, so nothing has to be looked at before it is used.
+    A maze belongs to one split, by its hash: half of all mazes to train, a quarter each to valid and test. valid and test:
+    the first maze_held_out different ones that are drawn; within training equal ones may repeat, as often as they are likely
+    (all the time in small sizes: there are 192 mazes of 7 x 7). Training maze i is a pure function of (data_seed, i), so a
+    million of them never lie in memory. Their prompts all have one length, and the longest answer is known, so nothing has
+    to be looked at before it is used.
     """
-    size, held, different = cfg.maze_size, cfg.maze_held_out, maze.count(cfg.maze_size)
-    if 4 * held > different:
-        fail(f"--maze_held_out {held}: there are {different} different mazes of --maze_size {size}, and test and valid may "
-             f"have at most a quarter each")  # fmt: skip
+    size, held = cfg.maze_size, cfg.maze_held_out
+    share = {"train": (0, 1), "valid": (2,), "test": (3,)}[split]
+    if 4 * held > (different := maze.count(size)):
+        fail(f"--maze_held_out {held}: there are {different} different mazes of --maze_size {size}, and test and valid have "
+             f"about a quarter each")  # fmt: skip
     if cfg.max_new_tokens < (longest := maze.longest(size)):
-        fail(
-            f"--max_new_tokens {cfg.max_new_tokens}: an answer to a maze of --maze_size {size} may have {longest} tokens"
-        )
-    mazes, i = {}, 0  # those of test and valid by their grids
-    while len(mazes) < 2 * held:
-        made, i = maze.make(size, [cfg.data_seed, 6, i]), i + 1
-        mazes.setdefault("".join(made["grid"]), made)
-        if i > 200 * held + 10_000:
-            fail(
-                f"--maze_held_out {held}: only {len(mazes)} different mazes of --maze_size {size} came up in {i} draws"
-            )
-    dropped = Counter()
+        fail(f"--max_new_tokens {cfg.max_new_tokens}: an answer to a maze of --maze_size {size} may have {longest} tokens")
 
     def example(i: int, made: dict) -> Example:
         return Example(f"{split}-{i}", maze.write_grid(made["grid"]), demo=maze.write_path(made["path"]), answer=made,
                        check=cfg.maze_success)  # fmt: skip
 
+    def drawn(*key: int) -> tuple[str, dict] | None:
+        """The maze of a key and its name, if it belongs to the split."""
+        made = maze.make(size, [cfg.data_seed, 6, *key])
+        name = "".join(made["grid"])
+        return (name, made) if stable_hash(name) % 4 in share else None
+
     def train(i: int) -> Example:
-        attempt = 0
-        while "".join((made := maze.make(size, [cfg.data_seed, 7, i, attempt]))["grid"]) in mazes:
-            attempt += 1
-            dropped["equal to a held-out maze, drawn again"] += 1
-        return example(i, made)
+        return example(i, next(d for attempt in itertools.count() if (d := drawn(0, i, attempt)))[1])
 
     if split == "train":
         examples = Lazy(cfg.maze_examples, train)
         examples = list(examples) if len(examples) <= EAGER else examples
+        return Split(examples, vocabulary=maze.VOCABULARY)
+    mazes: dict[str, dict] = {}
+    for i in range(200 * held + 10_000):
+        mazes |= [d] if (d := drawn(share[0], i)) else []
+        if len(mazes) == held:
+            break
     else:
-        at = {"test": 0, "valid": held}[split]
-        examples = [example(i, made) for i, made in enumerate(list(mazes.values())[at : at + held])]
-    return Split(examples, dropped, vocabulary=maze.VOCABULARY)
+        fail(f"--maze_held_out {held}: only {len(mazes)} different mazes of --maze_size {size} came up for {split}")
+    return Split([example(i, made) for i, made in enumerate(mazes.values())], vocabulary=maze.VOCABULARY)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
