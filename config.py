@@ -100,6 +100,8 @@ class Config:
     faster), or chain (no pool: each item follows the last; of recommendation files: what the user took next)."""
     template: str = "terse"
     """Prompt wording: terse (models built from scratch) or instruct (pretrained ones)."""
+    system: str = ""
+    """System message in front of the prompt, for models with a chat template. Empty: what the template says by itself."""
     tags: list[str] = field(default_factory=lambda: ["<SLATE>", "</SLATE>", "<RANK>", "</RANK>"])
     """Delimiters of the phases, in order: open and close of each."""
     phases: list[str] = field(default_factory=lambda: ["slate", "rank"])

@@ -804,15 +804,16 @@ def fault_of_pool(cfg: Config, pool: list[str]) -> str:
     return "item with a tag in it" if any(t in item for t in tags for item in pool) else ""
 
 
-def encode(tokenizer, prompt: str, tags=()) -> list[int]:
+def encode(tokenizer, prompt: str, tags=(), system="") -> list[int]:
     """Prompt -> ids, through the chat template where the tokenizer has one; at most one BOS (F15).
 
     Only the template's own special tokens become such: see ordinary. tags: of the answer, which may be tokens of their own.
     """
     marked, mark = ordinary(tokenizer, prompt, tags)
     if tokenizer.chat_template:
-        turn = [{"role": "user", "content": marked}]
-        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        turns = [{"role": "system", "content": system}] if system else []
+        turns.append({"role": "user", "content": marked})
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         return ids_of(tokenizer, text, mark)
     ids = ids_of(tokenizer, marked, mark)
     return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
@@ -846,7 +847,9 @@ def ids_of(tokenizer, text: str, mark: str) -> list[int]:
 def fit(split: Split, tokenizer, cfg: Config) -> tuple[Sequence[Example], Sequence[list[int]]]:
     """Examples and their prompt ids; prompts over max_prompt are left out and counted in split.dropped, never cut (F16).
     Of lazy ones, whose prompts have one length, the first speaks for all."""
-    prompts = each(lambda e: encode(tokenizer, e.prompt, cfg.tags), split.examples)
+    if cfg.system and not tokenizer.chat_template:
+        fail("--system: the model's tokenizer has no chat template, so there is no place for a system message")
+    prompts = each(lambda e: encode(tokenizer, e.prompt, cfg.tags, cfg.system), split.examples)
     lazy = isinstance(prompts, Lazy)
     pairs = list(zip(split.examples, prompts)) if not lazy else [(split.examples[0], prompts[0])]
     unknown = tokenizer.unk_token_id

@@ -35,9 +35,15 @@ def load_sums(cfg: Config, split: str) -> data.Split:
     pairs = [(a, b) for a in range(10) for b in range(10 - a)]
     pairs = pairs if split == "train" else pairs[::5]
     examples = [
-        data.Example(f"{a}+{b}", f"{a} + {b} = ", answer=str(a + b), check="number", demo=f"{a + b} ") for a, b in pairs
+        data.Example(f"{a}+{b}", f"{a} + {b} = ", answer=str(a + b), check="last", demo=f"{a + b} ") for a, b in pairs
     ]
     return data.Split(examples, vocabulary=[f"{w} " for w in [*range(10), "+", "="]])
+
+
+def check_last(text: str, answer: str) -> dict[str, float]:
+    """The last number of the text is the answer."""
+    found = re.findall("[0-9.]+", text)
+    return {"reward": float(bool(found) and float(found[-1]) == float(answer)), "invalid": float(not found)}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,6 +51,7 @@ def sums():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(data.DATASETS, "sums", data.Dataset(load_sums, "sums of two digits"))
         patch.setattr(config, "PROBLEMS", config.PROBLEMS | {"sums"})
+        patch.setitem(verify.VERIFIERS, "last", check_last)
         yield
 
 
@@ -70,7 +77,7 @@ def scored(texts: list[str], **settings) -> rewards.Scored:
     tokenizer = model.build_tokenizer("byte", [])
     ids = [data.encode_answer(tokenizer, t) for t in texts]
     roll = demonstrations([[5]], [ids], CPU)
-    example = data.Example("a", "3 + 4 = ", answer="7", check="number")
+    example = data.Example("a", "3 + 4 = ", answer="7", check="last")
     return rewards.score(roll, [example], rewards.token_bytes(tokenizer), cfg, "sequence")
 
 
@@ -78,14 +85,14 @@ def test_an_answer_earns_what_its_verifier_says():
     """One unit, all sampled tokens and no padding; the stop token is no text."""
     got = scored(["7", "it is 7.0", "7 or 8", "no idea", ""])
     assert got.reward.tolist() == [[1.0], [1.0], [0.0], [0.0], [0.0]] and got.valid.all() and got.high == [1.0]
-    assert got.parts["correct"] == got.parts["reward"] == [1, 1, 0, 0, 0] and not any(got.parts["exact"])  # no box
+    assert got.parts["correct"] == got.parts["exact"] == got.parts["reward"] == [1, 1, 0, 0, 0]
     assert got.parts["invalid"] == [0, 0, 0, 1, 1] and got.texts[1] == "it is 7.0"
     assert got.unit_ids.sum(1).tolist() == [2, 10, 7, 8, 1] and got.unit_ids.max() == 1
 
 
 def test_a_share_is_a_reward_but_not_correct_and_a_stricter_test_is_logged(monkeypatch):
     found = {"half": {"reward": 0.5}, "all": {"reward": 1.0, "exact": 0.0}}
-    monkeypatch.setitem(verify.VERIFIERS, "number", lambda text, answer: found[text])
+    monkeypatch.setitem(verify.VERIFIERS, "last", lambda text, answer: found[text])
     got = scored(["half", "all"])
     assert got.parts["reward"] == [0.5, 1.0] and got.parts["correct"] == [0, 1] and got.parts["exact"] == [0, 0]
 
@@ -94,7 +101,7 @@ def test_a_verifier_that_fails_costs_its_own_answer(monkeypatch):
     def picky(text, answer):
         return {"reward": {"7": 1.0, "8": 0.0}[text]}
 
-    monkeypatch.setitem(verify.VERIFIERS, "number", picky)
+    monkeypatch.setitem(verify.VERIFIERS, "last", picky)
     got = scored(["7", "what", "8"], max_reward_errors=0.5)
     assert got.valid[:, 0].tolist() == [True, False, True] and got.parts["reward_errors"] == [0, 1, 0]
     assert got.unit_ids[1].sum() == 0 and got.parts["correct"] == [1, 0, 0]
@@ -243,7 +250,7 @@ def test_counts_are_those_of_the_samples_and_depend_on_nothing_else(sft, monkeyp
     for e, prompt, p in list(zip(examples, prompts, got))[:3]:
         roll = policy.rollout([prompt], 16, 1.0, [(0, data.stable_hash(e.id))], cfg)
         texts = [policy.tokenizer.decode(t[m], skip_special_tokens=True) for t, m in zip(roll.tokens, roll.mask)]
-        right = sum(verify.check_number(text, e.answer)["reward"] for text in texts)
+        right = sum(check_last(text, e.answer)["reward"] for text in texts)
         assert (p["n"], p["c"], p["exact"], p["finished"]) == (16, right, right, int(roll.finished.sum()))
         assert p["length"] == float(roll.mask.sum()) / 16
     rolls = []
@@ -485,7 +492,7 @@ def test_the_rarest_answers_are_those_of_the_highest_nll_per_token(sft, kept):
             logits = policy.model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
             want = torch.nn.functional.cross_entropy(logits, torch.tensor(tokens))
             assert value == pytest.approx(want.item(), abs=1e-5)
-            assert verify.check_number(policy.tokenizer.decode(tokens[:-1]), e.answer)["reward"] == 1
+            assert check_last(policy.tokenizer.decode(tokens[:-1]), e.answer)["reward"] == 1
     every = sorted((v for p in problems for v, _ in p["answers"]), reverse=True)
     assert [v for _, v, _ in passk.rarest(problems, 0.1)] == every[: len(every) // 10]
     assert len(passk.rarest(problems[:1] + [p for p in problems if p["c"]][:1])) == 1
@@ -541,6 +548,7 @@ def rank_of_two(rank: int, port: int, sft: str, folder: str) -> None:
     passk.ROWS = 50
     data.DATASETS["sums"] = data.Dataset(load_sums, "sums of two digits")
     config.PROBLEMS.add("sums")
+    verify.VERIFIERS["last"] = check_last
     flags = ["--split", "train", "--k", "1", "--samples", "24", "--keep_answers", "--run_dir", folder]
     real, calls = passk.counts, []
 

@@ -189,6 +189,20 @@ def test_a_file_that_cannot_be_read_ends_in_one_line(tmp_path, capsys, name, fil
     assert words in refused(capsys, lambda: load(tmp_path, name))
 
 
+def test_a_system_message_goes_where_the_chat_template_puts_it(capsys):
+    from model import build_tokenizer
+
+    tokenizer = build_tokenizer("byte", [])
+    split = data.Split([Example("1", "1+1?", answer="2", check="math")])
+    cfg = Config(system="Think.")
+    assert "no chat template" in refused(capsys, lambda: data.fit(split, tokenizer, cfg))
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+    _, ((*ids,),) = data.fit(split, tokenizer, cfg)
+    assert tokenizer.decode(ids) == "[system:Think.][user:1+1?]"
+    _, ((*ids,),) = data.fit(split, tokenizer, Config())
+    assert tokenizer.decode(ids) == "[user:1+1?]"
+
+
 def test_test_sets_are_not_trained_on(tmp_path, capsys):
     put(tmp_path, "test.jsonl", [{"problem": "1+1?", "answer": "2"}])
     assert "--split train: --data math500 is published for tests only" in refused(
@@ -275,3 +289,35 @@ def test_the_instructions_of_ifeval_are_all_known():
     assert len(split.examples) + sum(split.dropped.values()) == 441 and not left_out
     for e in split.examples:
         assert verify.VERIFIERS["ifeval"]("A, b.", e.answer)["reward"] in (0, 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In a run
+
+
+def test_no_answer_in_mathematics_hangs_a_run(monkeypatch):
+    """Where nobody asked for workers there are two all the same: only from outside can a comparison be ended. And a
+    verifier gets text that is text: bytes that are none become U+FFFD."""
+    import torch
+
+    import rewards
+    from model import build_tokenizer
+    from rollout import demonstrations
+
+    def verifier(text, answer):
+        while text == "hang":
+            pass
+        return {"reward": float(text == "�")}
+
+    monkeypatch.setitem(verify.VERIFIERS, "math", verifier)
+    tokenizer = build_tokenizer("byte", [])
+    pieces = rewards.token_bytes(tokenizer)
+    said = [
+        *(data.encode_answer(tokenizer, t) for t in ("hang", "ab")),
+        [pieces.index(b"\xff"), tokenizer.eos_token_id],
+    ]
+    roll = demonstrations([[5]], [said], torch.device("cpu"))
+    cfg = Config(data="math500", method="grpo", reward_timeout=0.5)
+    got = rewards.score(roll, [Example("a", "?", answer="7", check="math")], pieces, cfg, "sequence")
+    assert got.valid[:, 0].tolist() == [False, True, True] and got.parts["reward_errors"] == [1, 0, 0]
+    assert got.reward[1:, 0].tolist() == [0, 1]
