@@ -335,7 +335,9 @@ def load_maze(cfg: Config, split: str) -> Split:
         fail(f"--maze_held_out {held}: there are {different} different mazes of --maze_size {size}, and test and valid have "
              f"about a quarter each")  # fmt: skip
     if cfg.max_new_tokens < (longest := maze.longest(size)):
-        fail(f"--max_new_tokens {cfg.max_new_tokens}: an answer to a maze of --maze_size {size} may have {longest} tokens")
+        fail(
+            f"--max_new_tokens {cfg.max_new_tokens}: an answer to a maze of --maze_size {size} may have {longest} tokens"
+        )
 
     def example(i: int, made: dict) -> Example:
         return Example(f"{split}-{i}", maze.write_grid(made["grid"]), demo=maze.write_path(made["path"]), answer=made,

@@ -230,7 +230,7 @@ def metrics_of(example, slate: list[str], ranking: list[str], cfg: Config) -> di
 EVALUATED = {  # columns of the score table that an evaluation reports, by form of answer
     "phases": "invalid duplicates out_of_pool length finished",
     "list": "invalid unparsable out_of_catalog duplicates lines length finished",
-    "text": "correct exact invalid length finished",
+    "text": "correct exact walk invalid length finished",
 }
 
 
@@ -261,7 +261,7 @@ def evaluate(policy: Policy, examples: list, prompts: list[list[int]], cfg: Conf
             elif form == "phases":
                 metrics = metrics_of(examples[i], *scored.answers[j], cfg)
             rows[i] = {"id": examples[i].id, "gold": sought(examples[i]), "text": scored.texts[j], "ranking": ranking,
-                       "metrics": {**metrics, **{k: scored.parts[k][j] for k in columns}}}  # fmt: skip
+                       "metrics": {**metrics, **{k: scored.parts[k][j] for k in columns if k in scored.parts}}}  # fmt: skip
     if world > 1:
         parts = [None] * world
         dist.all_gather_object(parts, rows)

@@ -66,7 +66,9 @@ def test_a_maze_is_a_tree_and_its_path_the_only_one(size):
         assert all(grid[r][c] == "#" for r in range(0, size, 2) for c in range(0, size, 2))
         assert "".join([grid[0], grid[-1], *(row[0] + row[-1] for row in grid)]).strip("#") == ""
         found = distances(grid)
-        assert len(found) == size**2 - squares.count("#") == 2 * cells - 1  # every open square is reached; 127 of 17 x 17
+        assert (
+            len(found) == size**2 - squares.count("#") == 2 * cells - 1
+        )  # every open square is reached; 127 of 17 x 17
         passages = sum(times for times, _ in found.values()) - 1  # every square looks back at its neighbours
         assert passages == 2 * (len(found) - 1)
         assert found[size - 2, size - 2][1].split() == made["path"].split()
@@ -111,7 +113,9 @@ def test_the_words_have_the_published_ids():
 def test_prompt_and_demonstration_in_tokens():
     """<bos> GRID_START, 17 rows of 17 squares and NEWLINE, GRID_END PATH_START: 310 tokens. The answer: moves DONE <eos>."""
     tokenizer = lm.build_tokenizer("word", (), maze.VOCABULARY)
-    example = data.load(settings("--maze_size", "17", "--max_prompt", "310", "--max_new_tokens", "128"), "test").examples[0]
+    example = data.load(
+        settings("--maze_size", "17", "--max_prompt", "310", "--max_new_tokens", "128"), "test"
+    ).examples[0]
     ids = data.encode(tokenizer, example.prompt)
     assert len(ids) == 310 and ids[:2] == [1, 4] and ids[-3:] == [12, 5, 6] and ids.count(1) == 1
     rows = [ids[2 + 18 * r : 20 + 18 * r] for r in range(17)]
@@ -236,7 +240,12 @@ def test_the_model_of_the_paper_has_its_number_of_parameters():
     model = lm.build(cfg, lm.load_tokenizer(cfg, vocabulary=maze.VOCABULARY))
     assert sum(p.numel() for p in model.parameters()) == 3_944_704  # tied embeddings counted once
     c = model.config
-    assert (c.model_type, c.rope_parameters["rope_theta"], c.rms_norm_eps, c.tie_word_embeddings) == ("qwen2", 1e6, 1e-6, True)
+    assert (c.model_type, c.rope_parameters["rope_theta"], c.rms_norm_eps, c.tie_word_embeddings) == (
+        "qwen2",
+        1e6,
+        1e-6,
+        True,
+    )
     assert (c.bos_token_id, c.eos_token_id, c.pad_token_id) == (1, 2, 0) and c.max_position_embeddings >= 310 + 180
     assert [n for n, _ in model.model.layers[0].self_attn.named_parameters() if "bias" in n] == [
         "q_proj.bias", "k_proj.bias", "v_proj.bias"]  # fmt: skip
@@ -257,7 +266,9 @@ def test_training_and_evaluation_on_mazes(tmp_path):
     """A model that has learnt a handful of mazes by heart walks them: SFT, then GRPO with the focal weight, then eval.py."""
     sft, rl = str(tmp_path / "sft"), str(tmp_path / "rl")
     small = [*MAZE, "--maze_examples", "16", "--batch_size", "16"]
-    train.main(parse([*small, "--method", "sft", "--steps", "60", "--lr", "1e-2", "--schedule", "linear", "--run_dir", sft]))
+    train.main(
+        parse([*small, "--method", "sft", "--steps", "60", "--lr", "1e-2", "--schedule", "linear", "--run_dir", sft])
+    )
     log = lines(sft, "log.jsonl")
     assert log[-1]["loss"] < 0.4 * log[0]["loss"]
     train.main(parse([*small, "--focal_gamma", "0.5", "--steps", "3", "--lr", "1e-3", "--init", sft, "--run_dir", rl]))
