@@ -115,7 +115,7 @@ def equal(gold: str, said: str) -> bool:
     # it takes 4.5e33 for 4.5 times Euler's number times 33
     shown = [re.sub(r"(\d)[eE]([-+]?\d+)", r"\1\\times10^{\2}", a.replace("$", "")) for a in (gold, said)]
     parsed = [package.parse(f"\\boxed{{{a}}}", parsing_timeout=None) for a in shown]
-    return all(parsed) and package.verify(*parsed, timeout_seconds=None)
+    return package.verify(*parsed, timeout_seconds=None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
