@@ -493,7 +493,7 @@ AT_MOST = {
 PHASES = ("slate", "rank", "plan")  # what a phase may hold; rewards.PHASES says what each earns
 LISTS = {"requests"}  # data sets whose answers are lists
 PROBLEMS = set(  # data sets whose answers are text that a verifier checks
-    "deepscaler gsm8k math500 aime24 aime25 amc23 minerva olympiadbench ttrl gpqa synlogic ifeval".split()
+    "maze deepscaler gsm8k math500 aime24 aime25 amc23 minerva olympiadbench ttrl gpqa synlogic ifeval".split()
 )
 INFINITE = {"returns_gamma"}  # numbers that may be infinite
 

@@ -15,7 +15,7 @@ import re
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,7 @@ from files import (
     Split,
     clean,
     damaged,
+    each,
     example_rng,
     find,
     id_of,
@@ -322,47 +323,47 @@ EAGER = 20_000  # so many mazes are made at once at load; more of them when they
 def load_maze(cfg: Config, split: str) -> Split:
     """Mazes of maze_size x maze_size squares (maze.py); the answer is a walk, and demonstrations are targets.
 
-    Maze i of a split is a pure function of (data_seed, i). test: the first maze_held_out different mazes that are drawn,
-    valid: as many after them. A training maze that equals one of these is drawn again, so no split shares a maze with
-    another; within training equal ones may repeat, as often as they are likely. A million mazes never lie in memory: their
-    prompts all have one length, and the longest answer is known, so nothing has to be looked at before it is used.
+    A maze belongs to one split, by its hash: half of all mazes to train, a quarter each to valid and test. valid and test:
+    the first maze_held_out different ones that are drawn; within training equal ones may repeat, as often as they are likely
+    (all the time in small sizes: there are 192 mazes of 7 x 7). Training maze i is a pure function of (data_seed, i), so a
+    million of them never lie in memory. Their prompts all have one length, and the longest answer is known, so nothing has
+    to be looked at before it is used.
     """
-    size, held, different = cfg.maze_size, cfg.maze_held_out, maze.count(cfg.maze_size)
-    if 4 * held > different:
-        fail(f"--maze_held_out {held}: there are {different} different mazes of --maze_size {size}, and test and valid may "
-             f"have at most a quarter each")  # fmt: skip
+    size, held = cfg.maze_size, cfg.maze_held_out
+    share = {"train": (0, 1), "valid": (2,), "test": (3,)}[split]
+    if 4 * held > (different := maze.count(size)):
+        fail(f"--maze_held_out {held}: there are {different} different mazes of --maze_size {size}, and test and valid have "
+             f"about a quarter each")  # fmt: skip
     if cfg.max_new_tokens < (longest := maze.longest(size)):
         fail(
             f"--max_new_tokens {cfg.max_new_tokens}: an answer to a maze of --maze_size {size} may have {longest} tokens"
         )
-    mazes, i = {}, 0  # those of test and valid by their grids
-    while len(mazes) < 2 * held:
-        made, i = maze.make(size, [cfg.data_seed, 6, i]), i + 1
-        mazes.setdefault("".join(made["grid"]), made)
-        if i > 200 * held + 10_000:
-            fail(
-                f"--maze_held_out {held}: only {len(mazes)} different mazes of --maze_size {size} came up in {i} draws"
-            )
-    dropped = Counter()
 
     def example(i: int, made: dict) -> Example:
         return Example(f"{split}-{i}", maze.write_grid(made["grid"]), demo=maze.write_path(made["path"]), answer=made,
                        check=cfg.maze_success)  # fmt: skip
 
+    def drawn(*key: int) -> tuple[str, dict] | None:
+        """The maze of a key and its name, if it belongs to the split."""
+        made = maze.make(size, [cfg.data_seed, 6, *key])
+        name = "".join(made["grid"])
+        return (name, made) if stable_hash(name) % 4 in share else None
+
     def train(i: int) -> Example:
-        attempt = 0
-        while "".join((made := maze.make(size, [cfg.data_seed, 7, i, attempt]))["grid"]) in mazes:
-            attempt += 1
-            dropped["equal to a held-out maze, drawn again"] += 1
-        return example(i, made)
+        return example(i, next(d for attempt in itertools.count() if (d := drawn(0, i, attempt)))[1])
 
     if split == "train":
         examples = Lazy(cfg.maze_examples, train)
         examples = list(examples) if len(examples) <= EAGER else examples
+        return Split(examples, vocabulary=maze.VOCABULARY)
+    mazes: dict[str, dict] = {}
+    for i in range(200 * held + 10_000):
+        mazes |= [d] if (d := drawn(share[0], i)) else []
+        if len(mazes) == held:
+            break
     else:
-        at = {"test": 0, "valid": held}[split]
-        examples = [example(i, made) for i, made in enumerate(list(mazes.values())[at : at + held])]
-    return Split(examples, dropped, vocabulary=maze.VOCABULARY)
+        fail(f"--maze_held_out {held}: only {len(mazes)} different mazes of --maze_size {size} came up for {split}")
+    return Split([example(i, made) for i, made in enumerate(mazes.values())], vocabulary=maze.VOCABULARY)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -761,12 +762,14 @@ DATASETS |= {
 
 
 def load(cfg: Config, split: str | None = None) -> Split:
-    """One split of cfg.data, cut to max_examples by a seeded draw that keeps the order."""
+    """One split of cfg.data, cut to max_examples by a seeded draw that keeps the order. Lazy examples are sound as they are."""
     if cfg.data not in DATASETS:
         fail(f"--data {cfg.data!r} is not one of {', '.join(DATASETS)}")
     split = split or cfg.split
     loaded = DATASETS[cfg.data].load(cfg, split)
-    loaded.examples = sample(cfg, sound(cfg, loaded), loaded.dropped)
+    if not isinstance(loaded.examples, Lazy):
+        loaded.examples = sound(cfg, loaded)
+    loaded.examples = sample(cfg, loaded.examples, loaded.dropped)
     if not loaded.examples:
         fail(f"--data {cfg.data}: no usable example in split {split!r}; dropped: {loaded.dropped or 'nothing'}")
     return loaded
@@ -843,11 +846,14 @@ def ids_of(tokenizer, text: str, mark: str) -> list[int]:
     return [i for part in tokenizer(text.split(mark), add_special_tokens=False)["input_ids"] for i in part]
 
 
-def fit(split: Split, tokenizer, cfg: Config) -> tuple[list[Example], list[list[int]]]:
-    """Examples and their prompt ids; prompts over max_prompt are left out and counted in split.dropped, never cut (F16)."""
+def fit(split: Split, tokenizer, cfg: Config) -> tuple[Sequence[Example], Sequence[list[int]]]:
+    """Examples and their prompt ids; prompts over max_prompt are left out and counted in split.dropped, never cut (F16).
+    Of lazy ones, whose prompts have one length, the first speaks for all."""
     if cfg.system and not tokenizer.chat_template:
         fail("--system: the model's tokenizer has no chat template, so there is no place for a system message")
-    pairs = [(e, encode(tokenizer, e.prompt, cfg.tags, cfg.system)) for e in split.examples]
+    prompts = each(lambda e: encode(tokenizer, e.prompt, cfg.tags, cfg.system), split.examples)
+    lazy = isinstance(prompts, Lazy)
+    pairs = list(zip(split.examples, prompts)) if not lazy else [(split.examples[0], prompts[0])]
     unknown = tokenizer.unk_token_id
     if unknown is not None and all(unknown in ids for _, ids in pairs):
         if not cfg.init:
@@ -862,7 +868,7 @@ def fit(split: Split, tokenizer, cfg: Config) -> tuple[list[Example], list[list[
         fail(
             f"--max_prompt {cfg.max_prompt}: every prompt is longer (the shortest has {min(len(i) for _, i in pairs)} tokens)"
         )
-    return [e for e, _ in kept], [ids for _, ids in kept]
+    return (split.examples, prompts) if lazy else ([e for e, _ in kept], [ids for _, ids in kept])
 
 
 def order(n: int, seed: int, step: int, batch_size: int) -> list[int]:
@@ -897,11 +903,11 @@ def main(argv: list[str]) -> None:
 
     tokenizer = load_tokenizer(cfg, split.examples, split.catalog, split.vocabulary)
     examples, prompts = fit(split, tokenizer, cfg)
-    lengths = [len(p) for p in prompts]
+    lengths = [len(p) for p in itertools.islice(prompts, EAGER)]
     print(f"{cfg.data} {cfg.split}: {len(examples)} examples; prompt tokens {min(lengths)}..{max(lengths)}")
     for why, count in split.dropped.items():
         print(f"  left out {count}: {why}")
-    for e, ids in list(zip(examples, prompts))[:n]:
+    for e, ids in itertools.islice(zip(examples, prompts), n):
         # passages are cut to a line each; the line with the tags is the instruction, which is not
         words = [w if len(w) <= 160 or cfg.tags[0] in w else f"{w[:140]}... (+{len(w) - 140} characters)"
                  for w in e.prompt.split("\n")]  # fmt: skip

@@ -201,7 +201,7 @@ def open_policy(cfg: Config, split: data.Split, device: torch.device) -> Policy:
     pieces, stop = rewards.token_bytes(tokenizer), lm.stop_ids(model, tokenizer)
     for i in stop:
         pieces[i : i + 1] = [b""] * (i < len(pieces))  # the model's further stop tokens are no text either
-    return Policy(model, tokenizer, pieces, stop, lm.compute_dtype(cfg, device))
+    return Policy(model, tokenizer, pieces, stop + lm.word_ids(tokenizer, cfg.stop), lm.compute_dtype(cfg, device))
 
 
 def list_metrics(example, ranks: list, cfg: Config, mean_people: float) -> dict[str, float]:
@@ -231,7 +231,7 @@ def metrics_of(example, slate: list[str], ranking: list[str], cfg: Config) -> di
 EVALUATED = {  # columns of the score table that an evaluation reports, by form of answer
     "phases": "invalid duplicates out_of_pool length finished reward_errors",
     "list": "invalid unparsable out_of_catalog duplicates lines length finished reward_errors",
-    "text": "correct exact invalid length finished reward_errors",
+    "text": "correct exact walk invalid length finished reward_errors",
 }
 
 
@@ -262,7 +262,7 @@ def evaluate(policy: Policy, examples: list, prompts: list[list[int]], cfg: Conf
             elif form == "phases":
                 metrics = metrics_of(examples[i], *scored.answers[j], cfg)
             rows[i] = {"id": examples[i].id, "gold": sought(examples[i]), "text": scored.texts[j], "ranking": ranking,
-                       "metrics": {**metrics, **{k: scored.parts[k][j] for k in columns}}}  # fmt: skip
+                       "metrics": {**metrics, **{k: scored.parts[k][j] for k in columns if k in scored.parts}}}  # fmt: skip
     if world > 1:
         parts = [None] * world
         dist.all_gather_object(parts, rows)
@@ -440,7 +440,7 @@ def forgotten(cfg: Config, device: torch.device) -> dict[str, dict]:
     )
     if not any(p.get("answers") for p in problems):
         fail(f"--rare {cfg.rare}: no right answers are kept in it; make it with --keep_answers")
-    cfg = replace(cfg, data=settings["data"], split=settings["split"], prefix=settings["prefix"], max_examples=0)
+    cfg = replace(cfg, data=settings["data"], split=settings["split"], prefix=settings["prefix"])
     split = data.load(cfg)
     policy = open_policy(cfg, split, device)
     asked = {e.id: (passk.checksum(e, p), p) for e, p in zip(*data.fit(split, policy.tokenizer, cfg))}
@@ -448,7 +448,7 @@ def forgotten(cfg: Config, device: torch.device) -> dict[str, dict]:
     ids, base = [id for id, _, _ in answers], [value for _, value, _ in answers]
     if wrong := [id for id in ids if id not in asked or asked[id][0] != sums[id]]:
         fail(f"--rare {cfg.rare}: problem {wrong[0]} is not in --data {cfg.data} --split {cfg.split}, or has another prompt, "
-             f"answer or tokenizer there")  # fmt: skip
+             f"answer or tokenizer there (--max_examples?)")  # fmt: skip
     prefix = policy.prefix_ids(cfg)
     now = passk.nll_of(policy, answers, {id: p + prefix for id, (_, p) in asked.items()}, cfg)
     out, nought = {}, [0.0] * len(ids)

@@ -37,7 +37,8 @@ PIECES = {"word": r"\S+\s?|\s", "line": r"[^\n]+\n?|\n"}  # white space stays wi
 
 def build_tokenizer(kind: str, texts, vocabulary=()):
     """A Hugging Face tokenizer made from texts: word, line (a title is one token) or byte. Ids join to the exact text.
-    vocabulary: the words (or lines) in place of those of the texts, in this order."""
+    vocabulary: the words (or lines) in place of those of the texts, in this order; special ones may be among them, <bos> too.
+    """
     from transformers import PreTrainedTokenizerFast
 
     if kind == "byte":
@@ -49,11 +50,13 @@ def build_tokenizer(kind: str, texts, vocabulary=()):
     else:
         split = pre_tokenizers.Split(Regex(PIECES[kind]), "isolated")
         words = {piece for text in texts for piece, _ in split.pre_tokenize_str(text)}
-        vocab = {t: i for i, t in enumerate(SPECIAL + (list(vocabulary) or sorted(words.difference(SPECIAL))))}
+        words = [t for t in vocabulary or sorted(words) if t not in SPECIAL or t in vocabulary]
+        vocab = {t: i for i, t in enumerate([*(t for t in SPECIAL if t not in words), *words])}
         raw = Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
         raw.pre_tokenizer, raw.decoder = split, decoders.Fuse()
-    raw.add_special_tokens(SPECIAL)
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+    start = {"bos_token": "<bos>"} if "<bos>" in vocabulary else {}
+    raw.add_special_tokens([*SPECIAL, *start.values()])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", **start,
                                    clean_up_tokenization_spaces=False)  # fmt: skip
 
 
@@ -78,13 +81,17 @@ def checkpoint_of(path: str) -> str:
 def load_tokenizer(cfg: Config, examples=(), catalog=(), vocabulary=()):
     """The tokenizer of --init, or one built from the examples (prompts, demonstrations, candidates) and the catalog, or from
     the vocabulary where the data set has one."""
+    if not cfg.init and vocabulary:
+        return build_tokenizer(cfg.tokenizer, (), vocabulary)
     if not cfg.init:
         titles = set(catalog).union(*{id(e.candidates): e.candidates for e in examples}.values())
         texts = {t for e in examples for t in (e.prompt, e.demo)} | {f"{t}\n" for t in titles}
-        return build_tokenizer(cfg.tokenizer, texts, vocabulary)
-    from transformers import AutoTokenizer
+        return build_tokenizer(cfg.tokenizer, texts)
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    tokenizer = from_hub(AutoTokenizer, cfg)
+    # one made here is whole in tokenizer.json, but AutoTokenizer takes that of any qwen2 model for Qwen2's own
+    made_here = '"TokenizersBackend"' in text_at(os.path.join(checkpoint_of(cfg.init), "tokenizer_config.json"))
+    tokenizer = from_hub(PreTrainedTokenizerFast if made_here else AutoTokenizer, cfg)
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:
         fail(f"--init {cfg.init}: it has no tokenizer files")
     if tokenizer.eos_token_id is None:
@@ -97,6 +104,14 @@ def load_tokenizer(cfg: Config, examples=(), catalog=(), vocabulary=()):
         except Exception as e:
             fail(f"--init {cfg.init}: its chat template fails: {type(e).__name__} {e}")
     return tokenizer
+
+
+def text_at(path: str) -> str:
+    """The text of a file; "" where there is none."""
+    if not os.path.isfile(path):
+        return ""
+    with open(path, encoding="utf-8", errors="replace") as f:
+        return f.read()
 
 
 def from_hub(auto, cfg: Config, **kwargs):
@@ -124,6 +139,15 @@ def stop_ids(model, tokenizer) -> list[int]:
         eos = getattr(source, "eos_token_id", None)
         ids |= set(eos if isinstance(eos, list | tuple) else [eos])
     return sorted(i for i in ids if i is not None)
+
+
+def word_ids(tokenizer, words: list[str]) -> list[int]:
+    """Ids of the words of --stop, each one token."""
+    ids = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in words]
+    for word, found in zip(words, ids):
+        if len(found) != 1 or found[0] == tokenizer.unk_token_id:
+            fail(f"--stop {word!r}: it must be one token of the tokenizer, and is {len(found)} or unknown")
+    return [i for (i,) in ids]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -164,14 +188,15 @@ def tiny_config(cfg: Config, tokenizer):
     from transformers import Qwen2Config, Qwen3Config
 
     heads = cfg.heads or cfg.width // 32
-    size = cfg.width // heads
-    kind = {"qwen3": (Qwen3Config, {"head_dim": size}), "qwen2": (Qwen2Config, {"rope_parameters": ROPE_QWEN2})}
-    make, own = kind[cfg.arch]
+    make, own = {
+        # logits of unit size at the start
+        "qwen3": (Qwen3Config, {"head_dim": cfg.width // heads, "initializer_range": cfg.width**-0.5}),
+        "qwen2": (Qwen2Config, {"rope_parameters": ROPE_QWEN2, "initializer_range": 0.02}),  # as published
+    }[cfg.arch]
     return make(
         vocab_size=len(tokenizer), hidden_size=cfg.width, intermediate_size=cfg.ffn or 3 * cfg.width,
         num_hidden_layers=cfg.layers, num_attention_heads=heads, num_key_value_heads=cfg.kv_heads or heads,
         max_position_embeddings=cfg.max_prompt + cfg.max_new_tokens, tie_word_embeddings=cfg.tie,
-        initializer_range=cfg.width**-0.5,  # logits of unit size at the start
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **own,
     )  # fmt: skip
 

@@ -270,7 +270,7 @@ def paths_of(cfg: Config, source: Source, names: list[str]) -> list[str]:
         fail(f"--data {cfg.data}: {packed[0]} is read by the package datasets only: write it as JSON Lines with its to_json, "
              f"as {os.path.join(os.path.dirname(packed[0]), names[0])}")  # fmt: skip
     paths = find(cfg, source.folders, names)
-    paths = [p for p in paths if os.path.basename(p) in source.whole][:1] or paths
+    paths = [p for p in paths if os.path.basename(p) in source.whole] or paths
     first = {}
     for path in paths:
         first.setdefault(next(n for n in names if path.endswith(os.sep + n.replace("/", os.sep))), path)

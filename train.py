@@ -17,6 +17,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -27,6 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
 import data
+import files
 import model as lm
 import passk
 import plan
@@ -163,9 +165,9 @@ class Task:
     """Training examples with their prompt ids, demonstration ids (stop token included) where a method needs them, and how
     often training users took an item."""
 
-    examples: list
-    prompts: list[list[int]]
-    demos: list[list[int]]
+    examples: Sequence
+    prompts: Sequence[list[int]]
+    demos: Sequence[list[int]]
     popularity: dict[str, int]
 
 
@@ -616,8 +618,10 @@ def contrast_ids(policy: Policy, example, cfg: Config) -> tuple[list[list[int]],
 def usable(train: data.Split, policy: Policy, cfg: Config, method: Method) -> Task:
     """Examples, prompt ids and (for methods that learn from demonstrations) demonstration ids with the stop token."""
     examples, prompts = data.fit(train, policy.tokenizer, cfg)
-    demos: list[list[int]] = []
-    if method.source == "demo":
+    demos: Sequence[list[int]] = []
+    if method.source == "demo" and isinstance(examples, files.Lazy):  # each has one that fits
+        demos = files.each(lambda e: data.encode_answer(policy.tokenizer, e.demo, cfg.tags), examples)
+    elif method.source == "demo":
         ids = [data.encode_answer(policy.tokenizer, e.demo, cfg.tags) if e.demo else [] for e in examples]
         keep = [i for i, d in enumerate(ids) if 0 < len(d) <= cfg.max_new_tokens]
         if len(keep) < len(ids):

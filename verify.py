@@ -20,6 +20,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 import ifeval
+import maze
 
 SLOW = {"math", "ifeval"}  # rows that a text can make last for ever: algebra, regular expressions from data
 WORKERS = 2  # processes for these where reward_workers says none
@@ -114,7 +115,7 @@ def equal(gold: str, said: str) -> bool:
     # it takes 4.5e33 for 4.5 times Euler's number times 33
     shown = [re.sub(r"(\d)[eE]([-+]?\d+)", r"\1\\times10^{\2}", a.replace("$", "")) for a in (gold, said)]
     parsed = [package.parse(f"\\boxed{{{a}}}", parsing_timeout=None) for a in shown]
-    return all(parsed) and package.verify(*parsed, timeout_seconds=None)
+    return package.verify(*parsed, timeout_seconds=None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -161,6 +162,8 @@ VERIFIERS: dict[str, Callable[[str, object], dict[str, float]]] = {
     "math": check_math,
     "choice": check_choice,
     "ifeval": ifeval.check_ifeval,
+    "walk": maze.check_walk,
+    "target": maze.check_target,
 }
 
 
