@@ -69,6 +69,7 @@ def test_two_answers_are_the_same_number_or_text(a, b, equal):
     # math: a box or nothing
     ("math", "27", "\\boxed{27.0}", (1, 0, 1)),
     ("math", "27", "the answer is 27", (0, 1, 0)),
+    ("math", "27", "\\boxed{27/0}", (0, 0, 0)),
     ("math", "27", "\\boxed{" + "2" * 2000 + "}", (0, 1, 0)),
     ("math", ["4.4e7", "4.5e7"], "\\boxed{4.5 \\cdot 10^7}", (1, 0, 1)),
     ("math", ["4.4e7", "4.5e7"], "\\boxed{4.4e7, 4.5e7}", (0, 0, 0)),
@@ -112,9 +113,10 @@ def test_no_text_makes_a_verifier_raise():
         "\n",
         "^",
     ]
-    for _ in range(300):
+    for _ in range(200):
         text = "".join(rng.choice(bits) for _ in range(rng.randrange(12)))
         text = text.encode("utf-8", "replace").decode()
+        text = rng.choice([text, f"\\boxed{{{text}}}"])
         for check, answer in answers.items():
             assert set(verify.VERIFIERS[check](text, answer)) >= {"reward", "invalid"}
 
