@@ -5,7 +5,7 @@ One row of SOURCES per data set; a record is read by the names of its fields, si
     problem | question | prompt        answer | true_answer | final_answer, else the last \\boxed{} of solution
     "42" | "025" | 27.0 | ["9.6\\n"] | "... #### 1,024" (GSM8K)
 
-Formats: spec of each set in docs/reasoning.md. JSON arrays, JSON Lines and (GPQA) csv are read. Parquet and Arrow need a
+Files, columns and counts: docs/reasoning.md. JSON arrays, JSON Lines and (GPQA) csv are read. Parquet and Arrow need a
 package that nothing else here needs: write them as JSON Lines first. Left out: downloads, images, proofs without an answer.
 """
 
@@ -39,9 +39,8 @@ from files import (
     text_of,
 )
 
-INSTRUCTION = (
-    "Please reason step by step, and put your final answer within \\boxed{}."  # of the focal paper, arXiv 2602.06717
-)
+# of the focal paper, arXiv 2602.06717
+INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 CHOOSE = "Answer with the letter of the right choice."
 QUESTION = ("problem", "question", "prompt", "Problem", "Question")
 ANSWER = ("answer", "true_answer", "final_answer", "Answer")
@@ -287,13 +286,14 @@ def load(cfg: Config, split: str) -> Split:
         fail(
             f"--split {split}: --data {cfg.data} is published for tests only; train on deepscaler, gsm8k or another set"
         )
-    verify.prepare(source.check)
+    if source.check == "math":
+        verify.math_verify()  # imported before any worker is forked; says it where it is missing
     read, dropped, found = source.read or read_problem, Counter(), []
     for path in paths_of(cfg, source, names):
         for n, record in enumerate(rows(cfg, path), 1):
             try:
                 example = read(cfg, record)
-                example.id = next((id_of(record[name]) for name in ID if name in record), "")
+                example.id = next((id_of(record[name]) for name in ID if record.get(name) is not None), "")
             except Unusable as e:
                 dropped[str(e)] += 1
                 continue
@@ -331,11 +331,10 @@ def distinct(found: list[Example], dropped: Counter) -> list[Example]:
 
 
 def agree(a, b) -> bool:
-    """Are two answers from files the same, or has each a form of its own that is?"""
-    if not (isinstance(a, str) or isinstance(b, str)):
-        return a == b or (all(isinstance(x, str) for x in [*a, *b]) and any(verify.same(x, y) for x in a for y in b))
+    """Are two answers from files the same, or has each a form that is?"""
     forms = [[x] if isinstance(x, str) else x for x in (a, b)]
-    return any(verify.same(x, y) for x in forms[0] for y in forms[1])
+    texts = ((x, y) for x in forms[0] for y in forms[1] if isinstance(x, str) and isinstance(y, str))
+    return a == b or any(verify.same(x, y) for x, y in texts)
 
 
 ROWS = {name: Dataset(load, source.what, source.where) for name, source in SOURCES.items()}

@@ -99,10 +99,12 @@ def same(a: str, b: str) -> bool:
 
 @functools.cache
 def math_verify():
-    """The package, or None where it is not installed."""
+    """The package, or None, said once, where it is not installed."""
     try:
         import math_verify
     except ImportError:
+        print("math-verify is not installed (pip install -r requirements-math.txt): answers count only where they are equal "
+              "as numbers or as text", file=sys.stderr)  # fmt: skip
         return None
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns at each call that its time limits are off
     return math_verify
@@ -165,10 +167,3 @@ VERIFIERS: dict[str, Callable[[str, object], dict[str, float]]] = {
     "walk": maze.check_walk,
     "target": maze.check_target,
 }
-
-
-def prepare(check: str) -> None:
-    """Import what a row uses, once and before any worker is forked; say what is missing and what that means."""
-    if check == "math" and math_verify() is None:
-        print("math-verify is not installed (pip install -r requirements-math.txt): answers count only where they are equal "
-              "as numbers or as text", file=sys.stderr)  # fmt: skip

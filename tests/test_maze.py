@@ -1,7 +1,10 @@
 """Mazes: the generator, the words, the two criteria, the splits, and training on them."""
 
+import json
 import os
+import re
 from collections import Counter, deque
+from dataclasses import replace
 
 import pytest
 from test_train import CPU, lines, on_cpu  # noqa: F401
@@ -11,6 +14,7 @@ import eval as evaluation
 import files
 import maze
 import model as lm
+import repro
 import run as runs
 import train
 from config import Config, parse
@@ -153,6 +157,7 @@ ANSWERS = {  # text -> (walk, target, invalid)
     f"{MADE['path']} WALL DONE": (0, 0, 1),  # but no such word is a move
     f"DOWN {MADE['path']} DONE": (0, 0, 0),  # a wall
     f"LEFT RIGHT {MADE['path']} DONE": (0, 0, 0),  # the rim
+    "RIGHT RIGHT DOWN DOWN RIGHT RIGHT DOWN DOWN DONE": (0, 0, 0),  # the goal, through a wall
     "RIGHT RIGHT DOWN DONE": (0, 0, 0),  # too early
     "DONE": (0, 0, 0),
     "": (0, 0, 1),
@@ -280,4 +285,50 @@ def test_training_and_evaluation_on_mazes(tmp_path):
     evaluation.main(["--init", rl])
     rows = lines(rl, "eval_test.jsonl")
     assert len(rows) == 16 and rows[0]["gold"] == data.load(settings(), "test").examples[0].answer
-    assert {"correct", "exact", "invalid"} <= rows[0]["metrics"].keys()
+    assert {"correct", "exact", "walk", "invalid"} <= rows[0]["metrics"].keys()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The sweep
+
+
+def test_the_report_shows_pass_at_k_beside_the_papers(monkeypatch, tmp_path):
+    """Two seeds: mean and Student's t; one: the interval of its mazes. An arm that was never inexact has no exact@k."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(repro, "RUNS", str(tmp_path / "runs"))
+    monkeypatch.setattr(repro, "RESULTS", str(tmp_path / "results"))
+    os.makedirs(tmp_path / "results")
+    entry = replace(repro.ENTRIES["maze"], seeds=[0, 1])
+    for arm in entry.arms:
+        for seed in entry.seeds:
+            folder = entry.folder("maze", arm.name, seed)
+            os.makedirs(folder)
+            assert not repro.done(entry, "maze", arm, seed)
+            value = {"value": 0.5 + 0.1 * seed, "lo": 0.45, "hi": 0.625}
+            metrics = {f"pass@{k}": value for k in (1, 128, 256)}
+            if arm.name == "n8-gamma0.5":
+                metrics["exact@1"] = {"value": 0.25, "lo": 0.2, "hi": 0.3}
+            runs.write(os.path.join(folder, "pass_maze_test.json"), json.dumps({"metrics": metrics}))
+            log = [{"step": s, **{f"valid/pass@{k}": s / 50 for k in (1, 128, 256)}} for s in (25, 50)]
+            runs.write(os.path.join(folder, "log.jsonl"), runs.lines_of(log))
+            assert repro.done(entry, "maze", arm, seed)
+    entry.report(entry, "maze")
+    rows = dict(re.findall(r"\| (\S+) \| (.*) \|\n", (tmp_path / "results" / "maze.md").read_text()))
+    mean = "55.0 [-8.5, 118.5]"
+    assert rows["n8-gamma0.5"] == f"{mean} (83.4) | {mean} (84.0) | {mean} (84.0) | 25.0 [25.0, 25.0]"
+    assert rows["n16-gamma1"] == f"{mean} (84.4) | {mean} (86.4) | {mean} (86.5) | {mean}"
+    assert rows["sft"] == " | ".join([mean] * 4) and len(rows) == 14  # head, SFT, 4 N x 3 gamma
+    one = replace(entry, seeds=[1])
+    one.report(one, "maze")
+    assert "| sft | 60.0 [45.0, 62.5] |" in (tmp_path / "results" / "maze.md").read_text()
+
+
+def test_the_sweep_evaluates_last_checkpoints():
+    """The best one by greedy answers is not the one whose diversity the table is about."""
+    entry = repro.ENTRIES["maze"]
+    assert len(entry.arms) == 13 and {repro.MAZE_ARMS[a.name] for a in entry.arms if a.after} == set(repro.TABLE4)
+    steps = parse(["--config", os.path.join(ROOT, entry.config)]).steps
+    last = entry.folder("maze", "n4-gamma0", 2) + f"/checkpoints/step-{steps:06d}"
+    trained, scored = repro.commands(replace(entry, config=os.path.join(ROOT, entry.config)), "maze", entry.arms[1], 2)
+    assert scored[:3] == ["eval.py", "--init", last] and "--samples" in scored
+    assert {"--focal_gamma", "--group_size"} <= set(trained) and entry.folder("maze", "sft", 2) in trained

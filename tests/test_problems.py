@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import sys
 
 import pytest
 
@@ -211,10 +212,18 @@ def test_test_sets_are_not_trained_on(tmp_path, capsys):
 
 
 def test_missing_math_verify_is_said_once_and_in_words(tmp_path, capsys, monkeypatch):
-    put(tmp_path, "test.jsonl", [{"problem": "1+1?", "answer": "2"}])
-    monkeypatch.setattr(verify, "math_verify", lambda: None)
-    load(tmp_path, "math500")
-    assert "math-verify is not installed (pip install -r requirements-math.txt)" in capsys.readouterr().err
+    put(tmp_path, "test.jsonl", [{"problem": "1+1?", "answer": "\\sqrt{4}"}])
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    verify.math_verify.cache_clear()
+    try:
+        load(tmp_path, "math500")
+        (e,) = load(tmp_path, "math500").examples
+        out = capsys.readouterr().err
+        assert out.count("math-verify is not installed (pip install -r requirements-math.txt)") == out.count("\n") == 1
+        said = ("\\sqrt{4}", "\\sqrt4", "2")
+        assert [verify.check_math(f"\\boxed{{{text}}}", e.answer)["reward"] for text in said] == [1, 0, 0]
+    finally:
+        verify.math_verify.cache_clear()
 
 
 def test_every_set_is_a_row_of_its_own():
