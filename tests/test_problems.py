@@ -271,13 +271,21 @@ def test_every_gold_answer_is_right_and_fifty_planted_ones_are_not(name, split, 
 
 
 def planted(examples: list[Example], n=50) -> list[tuple[str, Example]]:
-    """Wrong answers to n problems: that of another problem, or its own plus one."""
+    """Wrong answers to n problems: that of another problem, or its own plus one. The code under test has no say in it."""
     rng, out = random.Random(0), []
-    for i in range(n):
-        e, other = rng.choice(examples), rng.choice(examples)
-        said = form(other) if i % 2 and not problems.agree(e.answer, other.answer) else f"{form(e)}+1"
-        out.append((f"\\boxed{{{said}}}", e))
+    while len(out) < n:
+        e, other = rng.choice(examples), form(rng.choice(examples))
+        said = other if len(out) % 2 else f"{form(e)}+1"
+        if plain(said) != plain(form(e)):
+            out.append((f"\\boxed{{{said}}}", e))
     return out
+
+
+def plain(answer: str) -> float | str:
+    try:
+        return float(answer.replace(",", ""))
+    except ValueError:
+        return answer
 
 
 def test_math_verify_agrees_on_real_answers_and_planted_ones():
