@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -532,6 +533,12 @@ def test_delta_nll_is_zero_for_the_base_and_grows_where_rare_answers_are_forgott
         data.DATASETS["sums"], "load", lambda cfg, split: dull if split == "test" else load_sums(cfg, "test")
     )
     assert "is not in --data sums --split train" in refused(capsys, "--init", sft, "--rare", file)
+
+    def longer(cfg, split):
+        return data.Split([replace(e, prompt=e.prompt + "= ") for e in load_sums(cfg, split).examples])
+
+    monkeypatch.setattr(data.DATASETS["sums"], "load", longer)
+    assert "another prompt" in refused(capsys, "--init", sft, "--rare", file)
 
 
 def test_a_file_without_answers_has_none_to_remember(sft, done, capsys):
