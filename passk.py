@@ -183,7 +183,7 @@ def file_of(cfg: Config, folder: str) -> str:
 def settings_of(policy, cfg: Config) -> dict:
     """What counts depend on besides the problem."""
     return {"data": cfg.data, "split": cfg.split, "samples": samples_of(cfg), "temperature": cfg.temperature,
-            "top_p": cfg.top_p, "max_new_tokens": cfg.max_new_tokens, "prefix": cfg.prefix, "seed": cfg.seed,
+            "top_p": cfg.top_p, "max_new_tokens": cfg.max_new_tokens, "prefix": cfg.prefix, "stop": cfg.stop, "seed": cfg.seed,
             "keep_answers": cfg.keep_answers, "dtype": str(policy.dtype).removeprefix("torch."),
             "weights": weights_of(policy.model)}  # fmt: skip
 

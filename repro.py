@@ -74,7 +74,7 @@ def commands(entry: Entry, name: str, arm: Arm, seed: int) -> list[list[str]]:
     if entry.score:
         steps = parse([*base, *arm.flags]).steps
         last = os.path.join(folder, "checkpoints", f"step-{steps:06d}")
-        score = ["eval.py", "--init", last, "--run_dir", folder, *entry.score]
+        score = ["eval.py", *base, "--init", last, *entry.score]
     if arm.chained:
         first = entry.folder(name, arm.chained, seed)
         score = ["eval.py", "--init", first, "--ranker", folder, "--run_dir", folder]
