@@ -89,7 +89,8 @@ class Config:
     """Items of a ranking (k): asked for, demonstrated, and the most that count in an answer."""
     answer: str = ""
     """Form of an answer: phases (slate and ranking between tags), list (slate_size lines, best first, an item a line, no
-    tags). Empty: list for data of lists (requests) and for methods whose unit is a rank, else phases."""
+    tags). Empty: list for data of lists (requests) and for methods whose unit is a rank, else phases. Answers to problems
+    are free text, which a verifier checks (verify.py): leave it empty there."""
     item_form: str = "title"
     """How an answer names an item: title, or index (#3 = third of the pool)."""
     rank_form: str = "item"
@@ -99,6 +100,8 @@ class Config:
     faster), or chain (no pool: each item follows the last; of recommendation files: what the user took next)."""
     template: str = "terse"
     """Prompt wording: terse (models built from scratch) or instruct (pretrained ones)."""
+    system: str = ""
+    """System message in front of the prompt, for models with a chat template. Empty: what the template says by itself."""
     tags: list[str] = field(default_factory=lambda: ["<SLATE>", "</SLATE>", "<RANK>", "</RANK>"])
     """Delimiters of the phases, in order: open and close of each."""
     phases: list[str] = field(default_factory=lambda: ["slate", "rank"])
@@ -139,6 +142,16 @@ class Config:
     requests_examples: int = 2000
     """Built-in requests: training requests (valid and test get an eighth each)."""
 
+    maze_size: int = 17
+    """Built-in mazes: squares of a side, odd; a maze has (size // 2)^2 cells."""
+    maze_examples: int = 999_744
+    """Built-in mazes: training mazes, made when they are needed. With the 256 of test a million, as in the papers."""
+    maze_held_out: int = 256
+    """Built-in mazes: mazes of test, and as many of valid; training has none of them."""
+    maze_success: str = "walk"
+    """Built-in mazes: what is rewarded: a walk that reaches the goal (walk), or the target move by move (target). Both are
+    reported."""
+
     "== Model"
 
     tokenizer: str = "word"
@@ -146,7 +159,16 @@ class Config:
     layers: int = 2
     """Layers of a model built from scratch."""
     width: int = 96
-    """Hidden width of a model built from scratch; the feed-forward is three times as wide, head size 32."""
+    """Hidden width of a model built from scratch."""
+    arch: str = "qwen3"
+    """Architecture of a model built from scratch: qwen3, or qwen2 (biases on queries, keys and values, no norm of queries
+    and keys, rope theta 1e6)."""
+    heads: int = 0
+    """Attention heads of a model built from scratch; 0: heads of size 32."""
+    kv_heads: int = 0
+    """Key-value heads of a model built from scratch; 0: as many as heads."""
+    ffn: int = 0
+    """Width of the feed-forward of a model built from scratch; 0: three times the hidden width."""
     tie: bool = True
     """Tie input and output embeddings of a model built from scratch."""
     dtype: str = "auto"
@@ -177,6 +199,9 @@ class Config:
     once (once per sample where the model cannot share it); waiting prompts take the places of finished samples."""
     prefix: str = ""
     """Text forced at the start of every completion: not trained on, but part of what rewards see."""
+    stop: list[str] = field(default_factory=list)
+    """Words that end a completion beside the stop tokens of model and tokenizer, one token each (DONE of the mazes). Unlike
+    those they are text: rewards see them."""
 
     "== Optimiser"
 
@@ -343,7 +368,7 @@ class Config:
     """Lists: a title with a year is a hit if the responder's year is at most this far."""
     reward_workers: int = 0
     """Processes that score completions, per rank. 0: in the run's own process, fastest for cheap rewards; there one that hangs
-    or kills its process cannot be helped."""
+    or kills its process cannot be helped, so answers in mathematics and to IFEval get 2 processes all the same."""
     reward_timeout: float = 10.0
     """Seconds that a worker may take for one completion; then it is killed, and the completion cannot be scored."""
     max_reward_errors: float = 0.5
@@ -363,14 +388,28 @@ class Config:
     """Cutoffs of Recall, Precision, Hit and NDCG."""
     eval_temperature: float = 0.0
     """Temperature of evaluation; 0: greedy."""
-    best_metric: str = "ndcg@5"
-    """Metric by which the best checkpoint is kept."""
+    best_metric: str = ""
+    """Metric by which the best checkpoint is kept. Empty: ndcg@5; of problems: correct."""
+    k: list[int] = field(default_factory=list)
+    """Problems: report pass@k, the chance that one of k samples is right, for each of these k (in training too). Empty: one
+    answer per problem, at eval_temperature. --average: empty is 1, 2, 4, ..."""
+    samples: int = 0
+    """Problems: samples per problem that pass@k is computed from, at --temperature; 0: as many as the largest k."""
+    subsample: int = 256
+    """eval.py, pass@k --against: samples of a paired draw (m of m-out-of-n); done where there are more samples than this."""
+    keep_answers: bool = False
+    """eval.py, pass@k: also keep the tokens of right answers, for --rare."""
+    rare: str = ""
+    """eval.py: a pass_*.jsonl with kept answers of the model that a run started from: how much less likely --init has made the
+    rarest 1 %% of them (Delta NLL)."""
+    average: list[str] = field(default_factory=list)
+    """eval.py: files pass_*.jsonl, or folders that hold such: pass@k of each and the mean over them, without a model."""
     baseline: str = ""
     """eval.py: score random or popularity instead of a model."""
     ranker: str = ""
     """eval.py: another run, which goes on from the slate that --init wrote (decoupled_sft)."""
     against: str = ""
-    """eval.py: another run folder, or its eval_SPLIT.jsonl, to compare with (paired bootstrap)."""
+    """eval.py: another run folder, or its eval_SPLIT.jsonl or pass_DATA_SPLIT.jsonl, to compare with (paired)."""
     save_every: int = 0
     """Steps between checkpoints; 0: only at the end and when stopped."""
     keep: int = 2
@@ -392,6 +431,8 @@ CHOICES = {  # fields whose value is one word of a short list; checked before an
     "demo_order": ["shuffled", "gold_first", "pool", "chain"],
     "template": ["terse", "instruct"],
     "tokenizer": ["word", "line", "byte"],
+    "arch": ["qwen3", "qwen2"],
+    "maze_success": ["walk", "target"],
     "dtype": ["auto", "float32", "bfloat16"],
     "optimizer_dtype": ["float32", "bfloat16"],
     "schedule": ["constant", "linear", "cosine"],
@@ -419,9 +460,12 @@ CHOICES = {  # fields whose value is one word of a short list; checked before an
 }
 AT_LEAST = {  # smallest allowed value
     **dict.fromkeys(
-        "steps history slate_size rank_size max_prompt layers group_size max_new_tokens kv_tokens".split(), 1
+        "steps history slate_size rank_size max_prompt layers group_size max_new_tokens kv_tokens maze_held_out".split(),
+        1,
     ),
-    **dict.fromkeys("batch_size micro_tokens mu min_count ndcg_k world_gold world_examples keep".split(), 1),
+    **dict.fromkeys(
+        "batch_size micro_tokens mu min_count ndcg_k world_gold world_examples maze_examples keep".split(), 1
+    ),
     **dict.fromkeys(
         "seed data_seed max_examples warmup log_samples eval_every eval_examples save_every ddof diagnose_every max_bad_steps".split(),
         0,
@@ -435,11 +479,14 @@ AT_LEAST = {  # smallest allowed value
     ),
     **dict.fromkeys("critic_lr value_clip value_coef kl_fuse entropy low_lr_gamma overlong".split(), 0),
     **dict.fromkeys("reward_workers max_reward_errors".split(), 0),
-    **dict.fromkeys("good_answers bad_answers".split(), 1),
+    **dict.fromkeys("good_answers bad_answers subsample".split(), 1),
+    "samples": 0,
     **dict.fromkeys("pool_size world_clusters world_items requests_themes".split(), 2),
     "rank_timeout": 1,
     "reward_timeout": 0.01,
+    **dict.fromkeys("heads kv_heads ffn".split(), 0),
     "width": 32,
+    "maze_size": 5,
 }
 AT_MOST = {
     **dict.fromkeys("seed data_seed".split(), 2**63 - 1),
@@ -448,11 +495,16 @@ AT_MOST = {
 }  # fmt: skip
 PHASES = ("slate", "rank", "plan")  # what a phase may hold; rewards.PHASES says what each earns
 LISTS = {"requests"}  # data sets whose answers are lists
+PROBLEMS = set(  # data sets whose answers are text that a verifier checks
+    "maze deepscaler gsm8k math500 aime24 aime25 amc23 minerva olympiadbench ttrl gpqa synlogic ifeval".split()
+)
 INFINITE = {"returns_gamma"}  # numbers that may be infinite
 
 
 def answer_of(cfg: Config) -> str:
-    """Form of the answers: phases or list (see the field answer)."""
+    """Form of the answers: phases, list or text (see the field answer)."""
+    if cfg.data in PROBLEMS:
+        return "text"
     return cfg.answer or ("list" if cfg.data in LISTS or METHODS[cfg.method].unit == "rank" else "phases")
 
 
@@ -510,7 +562,22 @@ def check(cfg: Config, world_size: int = 1, training: bool = True) -> Config:
         )
     if any(a != b and a in b for a in cfg.tags for b in cfg.tags):
         fail(f"--tags {' '.join(cfg.tags)}: no tag may contain another")
-    listed = answer_of(cfg) == "list"
+    form = answer_of(cfg)
+    listed = form == "list"
+    if form == "text" and cfg.answer:
+        fail(
+            f"--answer {cfg.answer}: answers to --data {cfg.data} are text that a verifier checks; leave --answer empty"
+        )
+    if min(cfg.k, default=1) < 1 or max(cfg.k, default=0) > (cfg.samples or math.inf):
+        fail(f"--k {' '.join(map(str, cfg.k))}: from 1 to --samples {cfg.samples} are possible")
+    if cfg.k and not cfg.average and form != "text":
+        fail(f"--k: pass@k is for problems, whose answers are right or wrong; --data {cfg.data} has none")
+    if cfg.k and not cfg.average and not cfg.temperature:
+        fail("--temperature 0 makes all samples of a problem equal: pass@k needs a temperature, such as 1")
+    if cfg.keep_answers and not cfg.k:
+        fail("--keep_answers: it keeps those of the samples for pass@k; say which with --k")
+    if form == "text" and (cfg.ranker or cfg.baseline):
+        fail(f"--ranker, --baseline: the problems of --data {cfg.data} have no items to rank")
     if cfg.data in LISTS and not listed:
         fail(f"--answer phases: answers to --data {cfg.data} are lists; leave --answer empty")
     if cfg.ranker and listed:
@@ -525,9 +592,9 @@ def check(cfg: Config, world_size: int = 1, training: bool = True) -> Config:
         fail(
             f"--requests_named {cfg.requests_named} leaves no two of --requests_items {cfg.requests_items} to ask with"
         )
-    if cfg.rank_size > cfg.slate_size and not listed:
+    if cfg.rank_size > cfg.slate_size and form == "phases":
         fail(f"--rank_size {cfg.rank_size} is larger than --slate_size {cfg.slate_size}: a ranking orders the slate")
-    pool = cfg.show_pool and cfg.data not in LISTS  # a data set of lists never shows one
+    pool = cfg.show_pool and cfg.data not in LISTS | PROBLEMS  # these never show one
     if pool and cfg.slate_size > cfg.pool_size:
         fail(f"--slate_size {cfg.slate_size} is larger than --pool_size {cfg.pool_size}")
     if cfg.item_form == "index" and not pool:
@@ -545,7 +612,14 @@ def check(cfg: Config, world_size: int = 1, training: bool = True) -> Config:
     if not cfg.eval_k or min(cfg.eval_k) < 1:
         fail("--eval_k needs cutoffs of at least 1")
     if cfg.width % 32:
-        fail(f"--width {cfg.width} is not a multiple of the head size 32")
+        fail(f"--width {cfg.width} is not a multiple of 32")
+    heads = cfg.heads or cfg.width // 32
+    if cfg.width % heads or cfg.width // heads % 2 or heads % (cfg.kv_heads or heads):
+        fail(
+            f"--heads {heads} must cut --width {cfg.width} into even sizes, and --kv_heads {cfg.kv_heads or heads} must divide it"
+        )
+    if cfg.maze_size % 2 == 0 or cfg.maze_size > 49:
+        fail(f"--maze_size {cfg.maze_size}: an odd number up to 49 is needed (walls lie between the cells)")
     if not cfg.run_dir.strip():
         fail("--run_dir needs the name of a folder")
     if cfg.rank_form == "position" and cfg.template == "instruct":
@@ -586,18 +660,24 @@ def check_training(cfg: Config, world_size: int) -> None:
     check_options(cfg, row)
     if cfg.kl == "k2" and cfg.kl_ratio and cfg.beta:
         fail("--kl k2 with --kl_ratio has a wrong gradient: use --kl k3 (or k1), or --kl_ratio false")
-    if row.unit == "phase" and answer_of(cfg) == "list":
+    form = answer_of(cfg)
+    if form == "text" and (row.unit in ("phase", "rank") or (row.source == "pairs" and cfg.pair_source == "data")):
+        fail(f"--method {cfg.method}: answers to --data {cfg.data} are text of one unit, right or wrong: use a method whose "
+             f"unit is the sequence or the token (preference methods: --pair_source model)")  # fmt: skip
+    if row.unit == "phase" and form == "list":
         fail(
             f"--method {cfg.method} needs answers with phases; these are lists: use a method with unit sequence or rank"
         )
-    if row.unit == "rank" and answer_of(cfg) != "list":
+    if row.unit == "rank" and form != "list":
         fail(f"--method {cfg.method} needs answers that are lists: leave --answer empty, or use list")
-    if answer_of(cfg) == "list":
+    if form == "text":
+        names = [*"correct exact invalid length finished".split(), *(f"pass@{k}" for k in cfg.k)]
+    elif form == "list":
         names = [f"{m}@{k}" for m in ("recall", "hit", "ndcg", "row_recall") for k in cfg.eval_k] + ["mrr"]
     else:
         names = [f"{m}@{k}" for m in ("recall", "precision", "hit", "ndcg", "mrr") for k in cfg.eval_k]
         names += ["mrr", "slate_recall", "slate_precision"]
-    if cfg.best_metric not in names:
+    if cfg.best_metric and cfg.best_metric not in names:
         near = difflib.get_close_matches(cfg.best_metric, names, 1, 0)[0]
         fail(f"--best_metric {cfg.best_metric!r} is not evaluated; nearest: {near!r}")
 
@@ -606,6 +686,7 @@ COLUMNS = "reward invalid duplicates length finished efficiency overlong unscora
 COLUMNS_OF = {
     "phases": "slate_recall slate_precision rank_ndcg out_of_pool",
     "list": "hits recall dcg unparsable out_of_catalog lines",
+    "text": "correct exact",
 }
 
 
@@ -823,6 +904,7 @@ def parse(argv: list[str] | None = None, world_size: int = 1, training: bool = T
         p.set_defaults(**METHODS[first.method].options)
     cfg = Config(**vars(p.parse_args(argv)))
     cfg.run_dir = cfg.run_dir.replace("METHOD", cfg.method)
+    cfg.best_metric = cfg.best_metric or ("correct" if cfg.data in PROBLEMS else "ndcg@5")
     return check(cfg, world_size, training)
 
 

@@ -1,65 +1,48 @@
 """Files in their published formats, or a built-in world that needs none -> Example.
 
-One loader per data set; DATASETS at the end is the list. Left out: downloads (a missing file says where to get it),
-streaming, and anything that knows of training.
+One loader per data set; DATASETS at the end is the list. Readers: files.py. Left out: downloads (a missing file says where
+to get it), streaming, and anything that knows of training.
 
     python data.py list
     python data.py show world --split test -n 2
     python data.py show movielens --data_dir DIR --split test -n 2
 """
 
-import csv
-import hashlib
 import html
 import itertools
-import json
 import os
 import re
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+import maze
+import problems
 from config import LISTS, Config, answer_of, fail, printable
-
-
-@dataclass
-class Example:
-    """One request.
-
-    id         stable name, unique in its split
-    prompt     what the user says, before the chat template
-    candidates the pool: item names an answer may use, in the order of the prompt
-    gold       item -> utility > 0; the items to find, best first
-    demo       a demonstrated completion for SFT, "" where there is none
-    history    items of the user's past, oldest first (for baselines)
-    responders what each of several people named, item -> utility; gold is their union. Empty: gold is one person's
-    seen       items that the request names: they must not be recommended
-    """
-
-    id: str
-    prompt: str
-    candidates: list[str]
-    gold: dict[str, float]
-    demo: str = ""
-    history: list[str] = field(default_factory=list)
-    responders: list[dict[str, float]] = field(default_factory=list)
-    seen: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Split:
-    """A loaded split: its examples, counts of what was dropped and why, how often training users took an item, and the
-    catalog: every item that any split's prompts may name (the vocabulary of a tokenizer made from titles)."""
-
-    examples: list[Example]
-    dropped: dict[str, int] = field(default_factory=dict)
-    popularity: dict[str, int] = field(default_factory=dict)
-    catalog: list[str] = field(default_factory=list)
-
+from files import (
+    DATASETS,
+    Dataset,
+    Example,
+    Lazy,
+    Split,
+    clean,
+    damaged,
+    each,
+    example_rng,
+    find,
+    id_of,
+    is_text,
+    list_of,
+    records,
+    sample,
+    stable_hash,
+    table,
+    text_of,
+)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Wording: the only place where prompts and demonstrations are made
@@ -165,11 +148,6 @@ def contrast(cfg: Config, example: Example) -> tuple[list[str], list[str]]:
     others = [c for c in pool if c not in example.gold]
     good = [demonstrate(cfg, pool, example.gold, rng, plan) for _ in range(cfg.good_answers)]
     return good, [demonstrate(cfg, others, {}, rng, plan) for _ in range(cfg.bad_answers)]
-
-
-def stable_hash(text: str) -> int:
-    """A number that depends on the text alone, the same in every process (hash() is salted)."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -337,15 +315,61 @@ def load_requests(cfg: Config, split: str) -> Split:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Files: what the real data sets share
+# Built-in mazes
+
+EAGER = 20_000  # so many mazes are made at once at load; more of them when they are needed
 
 
-INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200e\u200f\u2060\ufeff"))  # zero width, direction marks, BOM inside text
-INVISIBLE |= dict.fromkeys(
-    [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]
-)  # what turns the direction of the text around
-INVISIBLE |= dict.fromkeys(i for i in [*range(0x20), *range(0x7F, 0xA0)] if not chr(i).isspace())  # control characters
-INVISIBLE |= dict.fromkeys(range(0xD800, 0xE000), "\ufffd")  # halves of a character, from JSON escapes: not UTF-8
+def load_maze(cfg: Config, split: str) -> Split:
+    """Mazes of maze_size x maze_size squares (maze.py); the answer is a walk, and demonstrations are targets.
+
+    A maze belongs to one split, by its hash: half of all mazes to train, a quarter each to valid and test. valid and test:
+    the first maze_held_out different ones that are drawn; within training equal ones may repeat, as often as they are likely
+    (all the time in small sizes: there are 192 mazes of 7 x 7). Training maze i is a pure function of (data_seed, i), so a
+    million of them never lie in memory. Their prompts all have one length, and the longest answer is known, so nothing has
+    to be looked at before it is used.
+    """
+    size, held = cfg.maze_size, cfg.maze_held_out
+    share = {"train": (0, 1), "valid": (2,), "test": (3,)}[split]
+    if 4 * held > (different := maze.count(size)):
+        fail(f"--maze_held_out {held}: there are {different} different mazes of --maze_size {size}, and test and valid have "
+             f"about a quarter each")  # fmt: skip
+    if cfg.max_new_tokens < (longest := maze.longest(size)):
+        fail(
+            f"--max_new_tokens {cfg.max_new_tokens}: an answer to a maze of --maze_size {size} may have {longest} tokens"
+        )
+
+    def example(i: int, made: dict) -> Example:
+        return Example(f"{split}-{i}", maze.write_grid(made["grid"]), demo=maze.write_path(made["path"]), answer=made,
+                       check=cfg.maze_success)  # fmt: skip
+
+    def drawn(*key: int) -> tuple[str, dict] | None:
+        """The maze of a key and its name, if it belongs to the split."""
+        made = maze.make(size, [cfg.data_seed, 6, *key])
+        name = "".join(made["grid"])
+        return (name, made) if stable_hash(name) % 4 in share else None
+
+    def train(i: int) -> Example:
+        return example(i, next(d for attempt in itertools.count() if (d := drawn(0, i, attempt)))[1])
+
+    if split == "train":
+        examples = Lazy(cfg.maze_examples, train)
+        examples = list(examples) if len(examples) <= EAGER else examples
+        return Split(examples, vocabulary=maze.VOCABULARY)
+    mazes: dict[str, dict] = {}
+    for i in range(200 * held + 10_000):
+        mazes |= [d] if (d := drawn(share[0], i)) else []
+        if len(mazes) == held:
+            break
+    else:
+        fail(f"--maze_held_out {held}: only {len(mazes)} different mazes of --maze_size {size} came up for {split}")
+    return Split([example(i, made) for i, made in enumerate(mazes.values())], vocabulary=maze.VOCABULARY)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names of items, pools
+
+
 ARTICLES = (
     "The A An La Le Les L' Un Une Des Il Lo I Gli Uno Una El Los Las De Det Den En Ett Et Het Een "
     "Der Die Das Dem Ein Eine O Os As Um Uma Da"
@@ -353,11 +377,6 @@ ARTICLES = (
 LONGEST = 1000  # characters of an item's name
 BULLETS = "-*• "  # an answer's line of these alone names nothing
 ARTICLE_LAST = re.compile(rf"(\s*(?:a\.?k\.?a\.? )?)([^()]+), ({'|'.join(ARTICLES)})(?=\s*(?:[()]|$))")
-
-
-def clean(text: str) -> str:
-    """Text as shown: no invisible characters, every run of white space (no-break space, tab, newline) one space."""
-    return " ".join(text.translate(INVISIBLE).split())
 
 
 def item_name(text: str) -> str:
@@ -395,166 +414,6 @@ def tell_apart(names: list[str]) -> list[str]:
         seen.add(name.casefold())
         out.append(name)
     return out
-
-
-def damaged(cfg: Config, place: str, what: str):
-    """Leave with one line: where, what is wrong, and where the right file comes from."""
-    fail(f"{place}: {what}; the official files: {DATASETS[cfg.data].where}")
-
-
-def find(cfg: Config, folders: list[str], names: list[str]) -> list[str]:
-    """Paths that exist among names in the data folder or its usual sub-folders; earlier names first, at least one."""
-    root = folder(cfg)
-    paths = [os.path.join(root, sub, name) for name in names for sub in ["", *folders]]
-    if not (found := [p for p in paths if os.path.isfile(p)]):
-        fail(
-            f"--data {cfg.data}: no {' or '.join(names)} in {root} or its sub-folders {', '.join(folders)}. Get it from "
-            f"{DATASETS[cfg.data].where} and put it into {os.path.join(root, folders[0])}, or say --data_dir"
-        )
-    return found
-
-
-def lines(cfg: Config, path: str, encoding: str = "utf-8") -> Iterator[str]:
-    """Decoded lines with their ends, split at \\n only (csv and JSON Lines need both).
-
-    Refuses what only looks like data: an empty file, a Git LFS pointer, a saved web page, a packed file, bytes of another
-    encoding, NUL. ISO-8859-1 decodes anything, so there a line that is valid UTF-8 (a re-encoded copy) is refused: it would
-    show as garbage.
-    """
-    try:
-        file = open(path, "rb")
-    except OSError as e:
-        damaged(cfg, path, e.strerror)
-    with file:
-        head = file.read(512).lstrip(b"\xef\xbb\xbf").lstrip()
-        file.seek(0)
-        if not head:
-            damaged(cfg, path, "is empty")
-        if head.startswith(b"version https://git-lfs.github.com/spec/v1"):
-            damaged(cfg, path, "is a Git LFS pointer, not the data: run `git lfs pull` there or get the file")
-        if head.lower().startswith((b"<!doctype html", b"<html")):
-            damaged(cfg, path, "is a saved web page, not the data: use the download link itself")
-        if head.startswith((b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ")):
-            damaged(cfg, path, "is a packed file: unpack it")
-        for n, raw in enumerate(file, 1):
-            try:
-                line = raw.decode(encoding)
-            except UnicodeDecodeError as e:
-                damaged(cfg, f"{path} line {n}", f"byte {raw[e.start]:#04x} in column {e.start + 1} is not {encoding}")
-            if b"\0" in raw:
-                damaged(cfg, f"{path} line {n}", "a NUL byte: the file is damaged, or UTF-16 text")
-            if encoding != "utf-8" and not raw.isascii() and is_utf8(raw):
-                damaged(cfg, f"{path} line {n}", f"is UTF-8, the published file is {encoding}: a re-encoded copy")
-            yield line.removeprefix("\ufeff") if n == 1 else line
-
-
-def is_utf8(raw: bytes) -> bool:
-    try:
-        raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def ended(cfg: Config, path: str, text: Iterator[str]) -> Iterator[str]:
-    """The lines of a table. Where the last one has no end the file was cut, be it inside a number that still reads as one."""
-    for n, line in enumerate(text, 1):
-        yield line
-        if not line.endswith("\n"):
-            damaged(cfg, f"{path} line {n}", "the last line has no line end: the file is cut short")
-
-
-def table(
-    cfg: Config, path: str, sep: str, columns: dict, header=True, encoding="utf-8", unique=False
-) -> Iterator[list]:
-    """Rows of a delimited file, each value through the type of its column. Quotes are only special where sep is ','.
-
-    unique: no two rows may have the same first value.
-    """
-    text, seen = ended(cfg, path, lines(cfg, path, encoding)), set()
-    rows = csv.reader(text, strict=True) if sep == "," else (line.rstrip("\r\n").split(sep) for line in text)
-    kinds, n = list(columns.values()), 0
-    try:
-        for n, row in enumerate(rows, 1):
-            if row in ([], [""]):
-                continue  # some copies end in a blank line
-            if sep == "," and rows.line_num != n:
-                damaged(cfg, f"{path} line {n}", "a quote that is not closed on its line")
-            if len(row) != len(kinds):
-                damaged(cfg, f"{path} line {n}", f"{len(row)} columns instead of {len(kinds)} ({', '.join(columns)}): "
-                        "the file is cut short or another one")  # fmt: skip
-            if n == 1 and header:
-                if row != list(columns):
-                    damaged(cfg, f"{path} line 1", f"the header is {sep.join(row)!r}, expected {sep.join(columns)!r}")
-                continue
-            values = [kind(value) for kind, value in zip(kinds, row)]
-            if unique and values[0] in seen:
-                damaged(cfg, f"{path} line {n}", f"{next(iter(columns))} {values[0]} is there twice")
-            if unique:
-                seen.add(values[0])
-            yield values
-    except (ValueError, KeyError):
-        damaged(
-            cfg, f"{path} line {n}", f"not a number where one belongs: {sep.join(row)!r:.300} ({', '.join(columns)})"
-        )
-    except csv.Error as e:
-        damaged(cfg, f"{path} line {n + 1}", f"{e}: the file is cut short or damaged")
-
-
-def records(cfg: Config, path: str) -> Iterator[dict]:
-    """Records of a JSON array or of JSON Lines, told apart by the first character: suffixes do not tell."""
-    text, blank, first = lines(cfg, path), [], ""
-    for first in text:
-        if first.strip():
-            break
-        blank.append(first)
-    if first.lstrip().startswith("["):
-        yield from parse_json(cfg, path, "".join([*blank, first, *text]))
-        return
-    for n, line in enumerate(itertools.chain([first], text), 1 + len(blank)):
-        if line.strip():
-            yield parse_json(cfg, path, line, n)
-
-
-def once(pairs: list[tuple[str, object]]) -> dict:
-    """A JSON object in which no key is given twice: the second would win in silence."""
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        raise ValueError("a key is given twice in an object")
-    return out
-
-
-def constant(name: str):
-    """NaN and Infinity, which Python's reader takes and JSON does not have."""
-    raise ValueError(f"{name} is no JSON")
-
-
-def parse_json(cfg: Config, path: str, text: str, line=1):
-    """text starts at the given line of the file."""
-    try:
-        return json.loads(text, object_pairs_hook=once, parse_constant=constant)
-    except RecursionError:
-        damaged(cfg, f"{path} line {line}", "not JSON of a data set: nested thousands of levels deep")
-    except ValueError as e:  # JSONDecodeError, or a number with thousands of digits
-        at, what = getattr(e, "pos", 0), getattr(e, "msg", str(e))
-        early = "Unterminated" in what or (at and not text[at:].strip())
-        place = f"{path} line {line + text.count(chr(10), 0, at)}, column {at - text.rfind(chr(10), 0, at)}"
-        damaged(cfg, place, "the JSON ends early: the file is cut short" if early else
-                f"not JSON ({what}): neither one array nor an object per line")  # fmt: skip
-
-
-def sample(cfg: Config, records, dropped: dict[str, int]):
-    """At most max_examples of the records (any sequence), by a seeded draw that keeps their order."""
-    if not cfg.max_examples or len(records) <= cfg.max_examples:
-        return records
-    keep = np.random.default_rng([cfg.data_seed, 9]).permutation(len(records))[: cfg.max_examples]
-    dropped["beyond --max_examples"] = len(records) - cfg.max_examples
-    return [records[i] for i in sorted(keep)]
-
-
-def example_rng(cfg: Config, id: str) -> np.random.Generator:
-    """The draws of one example depend on data_seed and its id alone, not on the examples around it."""
-    return np.random.default_rng([cfg.data_seed, stable_hash(id)])
 
 
 def draw_outside(rng, weight_sum: np.ndarray, taken: set[int], k: int) -> list[int]:
@@ -816,24 +675,6 @@ def retrieve(cfg: Config, split: str, parse: Callable[[dict], Question], folders
     return Split(examples, +dropped)
 
 
-def text_of(value) -> str:
-    """A text of a record. Other types would be read in silence as something else: a string is a list of characters, a
-    list has a str()."""
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.60} where a text belongs")
-    return value
-
-
-def list_of(value) -> list:
-    if not isinstance(value, list):
-        raise TypeError(f"{value!r:.60} where a list belongs")
-    return value
-
-
-def id_of(value) -> str:
-    return str(value) if type(value) is int else text_of(value)
-
-
 def shown(text: str) -> str:
     return clean(html.unescape(text_of(text)))
 
@@ -890,20 +731,12 @@ def load_musique(cfg: Config, split: str) -> Split:
 # The list
 
 
-@dataclass
-class Dataset:
-    """load(cfg, split) -> Split; what: one line; where: the official source."""
-
-    load: Callable[[Config, str], Split]
-    what: str
-    where: str = "built in, needs no file"
-
-
-DATASETS = {
+DATASETS |= {
     "world": Dataset(load_world, "synthetic next-item recommendation, difficulty is a setting"),
     "requests": Dataset(
         load_requests, "synthetic requests in words, several people answer; answers are lists of titles"
     ),
+    "maze": Dataset(load_maze, "mazes to walk through; size and criterion are settings; answers are checked walks"),
     "movielens": Dataset(
         load_movielens,
         "next movie of a user: MovieLens latest-small, 100K, 1M, 20M, 25M or 32M",
@@ -924,21 +757,19 @@ DATASETS = {
         "passages needed to answer a multi-hop question: MuSiQue-Ans, 2 to 4 gold",
         "https://github.com/StonyBrookNLP/musique (musique_ans_v1.0_train.jsonl, musique_ans_v1.0_dev.jsonl)",
     ),
+    **problems.ROWS,
 }
 
 
-def folder(cfg: Config) -> str:
-    """Where published files are looked for: --data_dir, else $DATA_DIR, else data/."""
-    return cfg.data_dir or os.environ.get("DATA_DIR") or "data"
-
-
 def load(cfg: Config, split: str | None = None) -> Split:
-    """One split of cfg.data, cut to max_examples by a seeded draw that keeps the order."""
+    """One split of cfg.data, cut to max_examples by a seeded draw that keeps the order. Lazy examples are sound as they are."""
     if cfg.data not in DATASETS:
         fail(f"--data {cfg.data!r} is not one of {', '.join(DATASETS)}")
     split = split or cfg.split
     loaded = DATASETS[cfg.data].load(cfg, split)
-    loaded.examples = sample(cfg, sound(cfg, loaded), loaded.dropped)
+    if not isinstance(loaded.examples, Lazy):
+        loaded.examples = sound(cfg, loaded)
+    loaded.examples = sample(cfg, loaded.examples, loaded.dropped)
     if not loaded.examples:
         fail(f"--data {cfg.data}: no usable example in split {split!r}; dropped: {loaded.dropped or 'nothing'}")
     return loaded
@@ -950,8 +781,11 @@ def sound(cfg: Config, loaded: Split) -> list[Example]:
     pools = {k: (set(pool), fault_of_pool(cfg, pool)) for k, pool in pools.items()}
     out, dropped = [], Counter(loaded.dropped)
     for e in loaded.examples:
-        items, why = pools[id(e.candidates)]
-        why = why or ("" if e.gold else "no gold") or ("" if items.issuperset(e.gold) else "gold outside the pool")
+        if e.check:
+            why = ""  # a problem names no items
+        else:
+            items, why = pools[id(e.candidates)]
+            why = why or ("" if e.gold else "no gold") or ("" if items.issuperset(e.gold) else "gold outside the pool")
         if why := why or ("" if is_text(e.prompt + e.demo) else "text that is not UTF-8"):
             dropped[why] += 1
         else:
@@ -972,20 +806,16 @@ def fault_of_pool(cfg: Config, pool: list[str]) -> str:
     return "item with a tag in it" if any(t in item for t in tags for item in pool) else ""
 
 
-def is_text(text: str) -> bool:
-    """No half of a character, such as a careless JSON escape leaves."""
-    return not re.search("[\ud800-\udfff]", text)
-
-
-def encode(tokenizer, prompt: str, tags=()) -> list[int]:
+def encode(tokenizer, prompt: str, tags=(), system="") -> list[int]:
     """Prompt -> ids, through the chat template where the tokenizer has one; at most one BOS (F15).
 
     Only the template's own special tokens become such: see ordinary. tags: of the answer, which may be tokens of their own.
     """
     marked, mark = ordinary(tokenizer, prompt, tags)
     if tokenizer.chat_template:
-        turn = [{"role": "user", "content": marked}]
-        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        turns = [{"role": "system", "content": system}] if system else []
+        turns.append({"role": "user", "content": marked})
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         return ids_of(tokenizer, text, mark)
     ids = ids_of(tokenizer, marked, mark)
     return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
@@ -1016,9 +846,14 @@ def ids_of(tokenizer, text: str, mark: str) -> list[int]:
     return [i for part in tokenizer(text.split(mark), add_special_tokens=False)["input_ids"] for i in part]
 
 
-def fit(split: Split, tokenizer, cfg: Config) -> tuple[list[Example], list[list[int]]]:
-    """Examples and their prompt ids; prompts over max_prompt are left out and counted in split.dropped, never cut (F16)."""
-    pairs = [(e, encode(tokenizer, e.prompt, cfg.tags)) for e in split.examples]
+def fit(split: Split, tokenizer, cfg: Config) -> tuple[Sequence[Example], Sequence[list[int]]]:
+    """Examples and their prompt ids; prompts over max_prompt are left out and counted in split.dropped, never cut (F16).
+    Of lazy ones, whose prompts have one length, the first speaks for all."""
+    if cfg.system and not tokenizer.chat_template:
+        fail("--system: the model's tokenizer has no chat template, so there is no place for a system message")
+    prompts = each(lambda e: encode(tokenizer, e.prompt, cfg.tags, cfg.system), split.examples)
+    lazy = isinstance(prompts, Lazy)
+    pairs = list(zip(split.examples, prompts)) if not lazy else [(split.examples[0], prompts[0])]
     unknown = tokenizer.unk_token_id
     if unknown is not None and all(unknown in ids for _, ids in pairs):
         if not cfg.init:
@@ -1033,7 +868,7 @@ def fit(split: Split, tokenizer, cfg: Config) -> tuple[list[Example], list[list[
         fail(
             f"--max_prompt {cfg.max_prompt}: every prompt is longer (the shortest has {min(len(i) for _, i in pairs)} tokens)"
         )
-    return [e for e, _ in kept], [ids for _, ids in kept]
+    return (split.examples, prompts) if lazy else ([e for e, _ in kept], [ids for _, ids in kept])
 
 
 def order(n: int, seed: int, step: int, batch_size: int) -> list[int]:
@@ -1066,13 +901,13 @@ def main(argv: list[str]) -> None:
     split = load(cfg)
     from model import load_tokenizer
 
-    tokenizer = load_tokenizer(cfg, split.examples, split.catalog)
+    tokenizer = load_tokenizer(cfg, split.examples, split.catalog, split.vocabulary)
     examples, prompts = fit(split, tokenizer, cfg)
-    lengths = [len(p) for p in prompts]
+    lengths = [len(p) for p in itertools.islice(prompts, EAGER)]
     print(f"{cfg.data} {cfg.split}: {len(examples)} examples; prompt tokens {min(lengths)}..{max(lengths)}")
     for why, count in split.dropped.items():
         print(f"  left out {count}: {why}")
-    for e, ids in list(zip(examples, prompts))[:n]:
+    for e, ids in itertools.islice(zip(examples, prompts), n):
         # passages are cut to a line each; the line with the tags is the instruction, which is not
         words = [w if len(w) <= 160 or cfg.tags[0] in w else f"{w[:140]}... (+{len(w) - 140} characters)"
                  for w in e.prompt.split("\n")]  # fmt: skip
@@ -1083,9 +918,12 @@ def main(argv: list[str]) -> None:
             *words,
             f"tokens: {tokens} {'...' if len(ids) > 60 else ''}",
         ]
-        if not cfg.show_pool or cfg.data in LISTS:
+        if e.candidates and (not cfg.show_pool or cfg.data in LISTS):
             out.append(f"catalog: {len(e.candidates)} titles, such as {' | '.join(e.candidates[:10])}")
-        out.append("gold: " + ", ".join(f"{item} ({utility:g})" for item, utility in e.gold.items()))
+        if e.check:
+            out.append(f"answer ({e.check}): {e.answer}")
+        else:
+            out.append("gold: " + ", ".join(f"{item} ({utility:g})" for item, utility in e.gold.items()))
         out += [f"responder {i}: {', '.join(named)}" for i, named in enumerate(e.responders, 1)]
         out += ["demonstration:", *e.demo.split("\n")] if e.demo else []
         print("\n".join(map(printable, out)))

@@ -3,12 +3,14 @@
     python eval.py --init runs/demo/fgrpo --split test --against runs/demo/sft
     python eval.py --config configs/demo.yaml --baseline popularity
     python eval.py --init runs/selector --ranker runs/ranker --run_dir runs/chained
+    torchrun --nproc_per_node 8 eval.py --init runs/maze --k 1 128 256 --samples 1024
 
 With --init RUN and no --config, the run's own settings are used. Every example gets one greedy completion (or one at
 eval_temperature). Results: a table on the terminal, and eval_SPLIT.json (means, intervals) and eval_SPLIT.jsonl (a row per
 example) in the run folder. Left out: reranking by other models, significance tests beyond the paired bootstrap.
 """
 
+import glob
 import json
 import os
 import sys
@@ -21,6 +23,7 @@ from tqdm import tqdm
 
 import data
 import model as lm
+import passk
 import rewards
 from config import Config, answer_of, dump, fail, given, parse
 from rollout import Rollout, demonstrations, rollout
@@ -100,12 +103,6 @@ def list_variants(recs: list, gold: list, catalog, seen, k: int) -> dict[str, di
     }
 
 
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that k of n samples, c of them correct, hold a correct one: 1 - C(n-c, k) / C(n, k), as a stable product
-    (Chen et al. 2021, 2107.03374)."""
-    return 1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))  # a factor is 0 if n - c < k
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Intervals
 
@@ -149,13 +146,18 @@ class Policy:
     stop: list[int]
     dtype: torch.dtype
 
+    def prefix_ids(self, cfg: Config) -> list[int]:
+        """Tokens of --prefix."""
+        prefix = self.tokenizer(cfg.prefix, add_special_tokens=False)["input_ids"] if cfg.prefix else []
+        if b"".join(self.pieces[i] for i in prefix) != cfg.prefix.encode():
+            fail(f"--prefix {cfg.prefix!r}: the tokenizer has no tokens for it")
+        return prefix
+
     def rollout(
         self, prompts: list[list[int]], samples: int, temperature: float, keys: list[tuple], cfg: Config
     ) -> Rollout:
         """Samples of every prompt under the configuration's limits, with the weights whole on this rank."""
-        prefix = self.tokenizer(cfg.prefix, add_special_tokens=False)["input_ids"] if cfg.prefix else []
-        if b"".join(self.pieces[i] for i in prefix) != cfg.prefix.encode():
-            fail(f"--prefix {cfg.prefix!r}: the tokenizer has no tokens for it")
+        prefix = self.prefix_ids(cfg)
         with lm.gathered(self.model):
             return rollout(self.model, prompts, samples, self.stop, max_new_tokens=cfg.max_new_tokens, temperature=temperature,
                            top_p=cfg.top_p, keys=keys, prefix=prefix, kv_tokens=cfg.kv_tokens, dtype=self.dtype,
@@ -194,12 +196,12 @@ class Chained(Policy):
 
 def open_policy(cfg: Config, split: data.Split, device: torch.device) -> Policy:
     """Load or build model and tokenizer for the configuration; split: what a new tokenizer is made from."""
-    tokenizer = lm.load_tokenizer(cfg, split.examples, split.catalog)
+    tokenizer = lm.load_tokenizer(cfg, split.examples, split.catalog, split.vocabulary)
     model = lm.load(cfg, tokenizer, device)
     pieces, stop = rewards.token_bytes(tokenizer), lm.stop_ids(model, tokenizer)
     for i in stop:
         pieces[i : i + 1] = [b""] * (i < len(pieces))  # the model's further stop tokens are no text either
-    return Policy(model, tokenizer, pieces, stop, lm.compute_dtype(cfg, device))
+    return Policy(model, tokenizer, pieces, stop + lm.word_ids(tokenizer, cfg.stop), lm.compute_dtype(cfg, device))
 
 
 def list_metrics(example, ranks: list, cfg: Config, mean_people: float) -> dict[str, float]:
@@ -226,14 +228,23 @@ def metrics_of(example, slate: list[str], ranking: list[str], cfg: Config) -> di
             "slate_recall": s["recall"], "slate_precision": s["precision"]}  # fmt: skip
 
 
+EVALUATED = {  # columns of the score table that an evaluation reports, by form of answer
+    "phases": "invalid duplicates out_of_pool length finished reward_errors",
+    "list": "invalid unparsable out_of_catalog duplicates lines length finished reward_errors",
+    "text": "correct exact walk invalid length finished reward_errors",
+}
+
+
+def sought(example) -> object:
+    """What an answer is compared with, as JSON gives it back."""
+    return json.loads(json.dumps(example.answer if example.check else example.gold))
+
+
 def evaluate(policy: Policy, examples: list, prompts: list[list[int]], cfg: Config, progress=False) -> list[dict]:
     """One completion per example -> a row per example, in their order. Examples are shared over ranks (F47), which all make
     the same number of rollouts: each gathers the weights."""
-    listed = answer_of(cfg) == "list"
-    people, columns = people_per_request(examples), ["invalid", "duplicates", "out_of_pool"]
-    if listed:
-        columns = ["invalid", "unparsable", "out_of_catalog", "duplicates", "lines"]
-    columns += ["length", "finished", "reward_errors"]
+    form, people = answer_of(cfg), people_per_request(examples)
+    columns = EVALUATED[form].split()
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     mine, rows = list(range(rank, len(examples), world)), {}
     chunks = [mine[i : i + CHUNK] for i in range(0, -(-len(examples) // world), CHUNK)]
@@ -242,16 +253,16 @@ def evaluate(policy: Policy, examples: list, prompts: list[list[int]], cfg: Conf
             with lm.gathered(policy.model):
                 continue
         roll = policy.rollout([prompts[i] for i in at], 1, cfg.eval_temperature, [(cfg.seed, 0, i) for i in at], cfg)
-        scored = rewards.score(roll, [examples[i] for i in at], policy.pieces, cfg, "sequence" if listed else "phase")
+        unit = "phase" if form == "phases" else "sequence"
+        scored = rewards.score(roll, [examples[i] for i in at], policy.pieces, cfg, unit)
         for j, i in enumerate(at):
-            ranking = scored.answers[j][1]
-            metrics = (
-                list_metrics(examples[i], ranking, cfg, people)
-                if listed
-                else metrics_of(examples[i], *scored.answers[j], cfg)
-            )
-            rows[i] = {"id": examples[i].id, "gold": examples[i].gold, "text": scored.texts[j], "ranking": ranking,
-                       "metrics": {**metrics, **{k: scored.parts[k][j] for k in columns}}}  # fmt: skip
+            ranking, metrics = scored.answers[j][1], {}
+            if form == "list":
+                metrics = list_metrics(examples[i], ranking, cfg, people)
+            elif form == "phases":
+                metrics = metrics_of(examples[i], *scored.answers[j], cfg)
+            rows[i] = {"id": examples[i].id, "gold": sought(examples[i]), "text": scored.texts[j], "ranking": ranking,
+                       "metrics": {**metrics, **{k: scored.parts[k][j] for k in columns if k in scored.parts}}}  # fmt: skip
     if world > 1:
         parts = [None] * world
         dist.all_gather_object(parts, rows)
@@ -330,9 +341,153 @@ def table(result: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def against_counts(problems: list[tuple[str, str]], path: str, cfg: Config) -> list[dict]:
+    """Counts of another model on the same problems, given by id and checksum, in their order."""
+    file = path if path.endswith(".jsonl") and not os.path.isdir(path) else passk.file_of(cfg, path)
+    theirs = {p["id"]: p for p in passk.read(file, f"--against {path}")[1]}
+    if wrong := [id for id, sought in problems if id not in theirs or theirs[id]["problem"] != sought]:
+        fail(f"--against {path}: {file} lacks {len(wrong)} of {len(problems)} problems or has other answers to them, such as "
+             f"{wrong[0]}; evaluate both on the same problems")  # fmt: skip
+    out = [theirs[id] for id, _ in problems]
+    if cfg.k and max(cfg.k) > out[0]["n"]:
+        fail(f"--against {path}: {file} has {out[0]['n']} samples of a problem, too few for pass@{max(cfg.k)}")
+    return out
+
+
+def add_subsampling(result: dict, ours: list[list[dict]], theirs: list[list[dict]], ks: list[int], m: int) -> str:
+    """Put the interval of paired m-out-of-n subsampling beside each pass@k, k <= m, and say it in a line. Lists: of counts,
+    per benchmark."""
+    least = min(p["n"] for some in (*ours, *theirs) for p in some)
+    ks = [k for k in ks if k <= m]
+    if m >= least or not ks:
+        return f"no m-out-of-n subsampling: it needs more than --subsample {m} samples of a problem, and k up to that"
+    a, b = ([([p["n"] for p in some], [p["c"] for p in some]) for some in sets] for sets in (ours, theirs))
+    said = []
+    for k, d in passk.paired_subsampling(a, b, ks, m).items():
+        result[f"pass@{k}"]["subsample"] = {"m": m, "difference": d["mean_difference"], "lo": d["lo"], "hi": d["hi"]}
+        said.append(f"pass@{k} {d['mean_difference']:+.4f}{'*' * d['significant']} [{d['lo']:+.4f}, {d['hi']:+.4f}]")
+    return f"paired m-out-of-n subsampling, {m} of {least}: " + ", ".join(said)
+
+
+def compare_means(sets: list[list[dict]], others: list[list[dict]] | None = None) -> dict[str, dict]:
+    """As compare, for the plain mean over several benchmarks: problems are resampled within each."""
+
+    def interval(pairs) -> tuple[float, float, float]:
+        boots = [paired_bootstrap(a, b, seed=i) for i, (a, b) in enumerate(pairs)]
+        lo, hi = np.quantile(np.mean([b["means"] for b in boots], 0), [0.025, 0.975])
+        return float(np.mean([b["mean_difference"] for b in boots])), float(lo), float(hi)
+
+    out = {}
+    for k in (k for k in sets[0][0]["metrics"] if all(k in rows[0]["metrics"] for rows in sets)):
+        a = [np.array([r["metrics"][k] for r in rows]) for rows in sets]
+        out[k] = dict(zip(("value", "lo", "hi"), interval([(x, 0 * x) for x in a])))
+        if others and all(k in rows[0]["metrics"] for rows in others):
+            b = [np.array([r["metrics"][k] for r in rows]) for rows in others]
+            out[k]["against"] = float(np.mean([y.mean() for y in b]))
+            out[k] |= dict(zip(("difference", "difference_lo", "difference_hi"), interval(list(zip(a, b)))))
+    return out
+
+
+def average(cfg: Config, folder: str) -> dict[str, dict]:
+    """pass@k of every benchmark in --average, and the mean over them; written to the folder if one is given."""
+    files = []
+    for path in cfg.average:
+        inside = sorted(glob.glob(os.path.join(glob.escape(path), f"pass_*_{cfg.split}.jsonl")))
+        if os.path.isdir(path) and not inside:
+            fail(
+                f"--average {path}: it holds no pass_*_{cfg.split}.jsonl; python eval.py --init RUN --k 1 8 makes such files"
+            )
+        files += inside if os.path.isdir(path) else [path]
+    sets, others = {}, []
+    for file in files:
+        settings, problems = passk.read(file, "--average")
+        if not problems:
+            fail(f"--average: {file} holds no problem yet")
+        name = f"{settings['data']} {settings['split']}"
+        sets[file if name in sets else name] = problems
+        if cfg.against:
+            path = os.path.join(cfg.against, os.path.basename(file)) if os.path.isdir(cfg.against) else cfg.against
+            others.append(against_counts([(p["id"], p["problem"]) for p in problems], path, cfg))
+    least = min(p["n"] for problems in (*sets.values(), *others) for p in problems)
+    if cfg.k and max(cfg.k) > least:
+        fail(f"--k {max(cfg.k)}: a benchmark has {least} samples of a problem")
+    ks = cfg.k or [2**i for i in range(least.bit_length())]
+    rows, theirs = [passk.rows_at(p, ks) for p in sets.values()], [passk.rows_at(p, ks) for p in others]
+    result = {name: compare(r, t) for name, r, t in zip(sets, rows, theirs or [None] * len(rows))}
+    result["mean"] = compare_means(rows, theirs)
+    width = max(map(len, result))
+    print(f"{'benchmark':{width}}  problems" + "".join(f"{f'pass@{k}':>10}" for k in ks))
+    for name, r in result.items():
+        size = len(sets[name]) if name in sets else len(sets)
+        print(f"{name:{width}}{size:10}" + "".join(f"{100 * r[f'pass@{k}']['value']:10.1f}" for k in ks))
+    print(
+        f"mean over {len(sets)} benchmarks" + (f", against {cfg.against} (* interval leaves out 0)" if others else "")
+    )
+    line = add_subsampling(result["mean"], list(sets.values()), others, ks, cfg.subsample) if others else ""
+    print(table(result["mean"]), *([line] if line else []), sep="\n")
+    if folder:
+        with writing(f"results to {folder}"):
+            os.makedirs(folder, exist_ok=True)
+            write(os.path.join(folder, "average.json"), to_json({"files": files, "metrics": result}, indent=1))
+    return result
+
+
+def forgotten(cfg: Config, device: torch.device) -> dict[str, dict]:
+    """Delta NLL: mean NLL per token of the rarest right answers of another model (--rare) under --init, minus that under the
+    model that gave them. The interval resamples problems."""
+    settings, problems = passk.read(
+        passk.file_of(cfg, cfg.rare) if os.path.isdir(cfg.rare) else cfg.rare, f"--rare {cfg.rare}"
+    )
+    if not any(p.get("answers") for p in problems):
+        fail(f"--rare {cfg.rare}: no right answers are kept in it; make it with --keep_answers")
+    cfg = replace(cfg, data=settings["data"], split=settings["split"], prefix=settings["prefix"])
+    split = data.load(cfg)
+    policy = open_policy(cfg, split, device)
+    asked = {e.id: (passk.checksum(e, p), p) for e, p in zip(*data.fit(split, policy.tokenizer, cfg))}
+    answers, sums = passk.rarest(problems), {p["id"]: p["prompt"] for p in problems}
+    ids, base = [id for id, _, _ in answers], [value for _, value, _ in answers]
+    if wrong := [id for id in ids if id not in asked or asked[id][0] != sums[id]]:
+        fail(f"--rare {cfg.rare}: problem {wrong[0]} is not in --data {cfg.data} --split {cfg.split}, or has another prompt, "
+             f"answer or tokenizer there (--max_examples?)")  # fmt: skip
+    prefix = policy.prefix_ids(cfg)
+    now = passk.nll_of(policy, answers, {id: p + prefix for id, (_, p) in asked.items()}, cfg)
+    out, nought = {}, [0.0] * len(ids)
+    for name, a, b in (("nll_base", base, nought), ("nll", now, nought), ("delta_nll", now, base)):
+        d = paired_bootstrap(a, b, clusters=ids)
+        out[name] = {"value": d["mean_difference"], "lo": d["lo"], "hi": d["hi"]}
+    if dist.is_initialized() and dist.get_rank():
+        return out
+    path = os.path.join(cfg.run_dir, f"rare_{cfg.data}_{cfg.split}.json")
+    with writing(path):
+        os.makedirs(cfg.run_dir, exist_ok=True)
+        write(
+            path, to_json({"answers": len(ids), "problems": len(set(ids)), "base": settings, "metrics": out}, indent=1)
+        )
+    print(f"{cfg.init} on the {len(ids)} rarest right answers of {cfg.rare}, to {len(set(ids))} problems")
+    print(table(out), f"written to {path}", sep="\n")
+    return out
+
+
+def opponent(cfg: Config, examples: list) -> tuple[list[dict] | None, list[dict]]:
+    """Rows of --against on the same examples, and their counts where it is about pass@k."""
+    if not cfg.against:
+        return None, []
+    if cfg.k:
+        counts = against_counts([(e.id, passk.checksum(e)) for e in examples], cfg.against, cfg)
+        return passk.rows_at(counts, cfg.k), counts
+    rows = read_rows(cfg.against, cfg.split)
+    theirs = {r["id"]: r.get("gold") for r in rows}
+    if wrong := [e.id for e in examples if e.id not in theirs or theirs[e.id] != sought(e)]:
+        fail(f"--against {cfg.against}: it lacks {len(wrong)} of {len(examples)} examples or has other gold for them, such "
+             f"as {wrong[0]}; evaluate both on the same data")  # fmt: skip
+    return rows, []
+
+
 def main(argv: list[str]) -> dict[str, dict]:
     first = parse(argv, training=False)
     explicit = given("run_dir", argv)
+    if first.average:
+        return average(first, first.run_dir if explicit else "")
     known = os.path.isdir(os.path.join(first.init, "checkpoints")) or "checkpoints" in first.init.split(os.sep)
     home = first.init if first.init and known else first.run_dir  # a run's results lie with it, a checkpoint's in it
     cfg = replace(first, run_dir=first.run_dir if explicit else home)
@@ -340,11 +495,12 @@ def main(argv: list[str]) -> dict[str, dict]:
         fail(f"--ranker {cfg.ranker}: say with --run_dir where the results of the two go; --init has its own")
     if not cfg.init and not cfg.baseline:
         fail("--init RUN_OR_MODEL is needed (or --baseline random | popularity)")
+    rank, _, device = lm.launch(cfg.rank_timeout)
+    if cfg.rare:
+        return forgotten(cfg, device)
     split = data.load(cfg)
-    other = read_rows(cfg.against, cfg.split) if cfg.against else None
     examples = split.examples
     if not cfg.baseline:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         policy = open_policy(cfg, split, device)
         if cfg.ranker:
             ranker = open_policy(replace(cfg, init=cfg.ranker), split, device)
@@ -352,31 +508,46 @@ def main(argv: list[str]) -> dict[str, dict]:
                 fail(f"--ranker {cfg.ranker}: its tokenizer is another one than that of --init {cfg.init}")
             policy = Chained(**vars(policy), ranker=ranker)
         examples, prompts = data.fit(split, policy.tokenizer, cfg)
-    if other is not None:
-        theirs = {r["id"]: r.get("gold") for r in other}
-        if wrong := [e.id for e in examples if theirs.get(e.id) != e.gold]:
-            fail(f"--against {cfg.against}: it lacks {len(wrong)} of {len(examples)} examples or has other gold for them, such "
-                 f"as {wrong[0]}; evaluate both on the same data")  # fmt: skip
+    other, theirs = opponent(cfg, examples)  # what would end the command does so before the long part
     try:
-        os.makedirs(cfg.run_dir, exist_ok=True)  # before the long part, not after it
+        os.makedirs(cfg.run_dir, exist_ok=True)
     except OSError as e:
         fail(f"--run_dir {cfg.run_dir} cannot be written: {e}")
+    name, progress, ours = f"eval_{cfg.split}" + (f"_{cfg.baseline}" if cfg.baseline else ""), sys.stderr.isatty(), []
     if cfg.baseline:
         rows = baseline_rows(cfg.baseline, split, cfg)
+    elif cfg.k:
+        ours = passk.measured(policy, examples, prompts, cfg, progress and rank == 0)
+        rows, name = passk.rows_at(ours, cfg.k), os.path.basename(passk.file_of(cfg, "")).removesuffix(".jsonl")
     else:
-        rows = evaluate(policy, examples, prompts, cfg, progress=sys.stderr.isatty())
+        rows = evaluate(policy, examples, prompts, cfg, progress and rank == 0)
     result = compare(rows, other)
-    name = f"eval_{cfg.split}" + (f"_{cfg.baseline}" if cfg.baseline else "")
+    if rank:
+        return result
+    line = add_subsampling(result, [ours], [theirs], cfg.k, cfg.subsample) if theirs else ""
     with writing(f"results to {cfg.run_dir}"):
-        write(os.path.join(cfg.run_dir, f"{name}.jsonl"), lines_of(rows))
+        if not cfg.k:
+            write(os.path.join(cfg.run_dir, f"{name}.jsonl"), lines_of(rows))
         write(os.path.join(cfg.run_dir, f"{name}.json"), to_json(
             {"examples": len(rows), "dropped": split.dropped, "metrics": result, "config": dump(cfg)}, indent=1))  # fmt: skip
     print(f"{cfg.baseline or cfg.init} on {cfg.data} {cfg.split}, {len(rows)} examples"
+          + (f", {ours[0]['n']} samples of each" if ours else "")
           + (f", against {cfg.against} (* interval leaves out 0)" if cfg.against else ""))  # fmt: skip
-    print(table(result))
+    print(table(result), *([line] if line else []), sep="\n")
     print(f"written to {os.path.join(cfg.run_dir, name)}.json and .jsonl")
     return result
 
 
+def command() -> None:
+    """The process."""
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:
+        print("\neval.py: stopped; with --k the same command goes on where it was", file=sys.stderr)
+        sys.exit(130)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    command()

@@ -11,10 +11,13 @@ import os
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as hf_logging
@@ -24,6 +27,7 @@ from config import Config, fail
 hf_logging.disable_progress_bar()  # loading tiny files needs no bars, and they would bury the one line of an error
 
 SPECIAL = ["<pad>", "<eos>", "<unk>"]  # of tokenizers built here
+ROPE_QWEN2 = {"rope_type": "default", "rope_theta": 1e6}  # of the published models
 PIECES = {"word": r"\S+\s?|\s", "line": r"[^\n]+\n?|\n"}  # white space stays with the word before it
 
 
@@ -31,8 +35,10 @@ PIECES = {"word": r"\S+\s?|\s", "line": r"[^\n]+\n?|\n"}  # white space stays wi
 # Tokenizers
 
 
-def build_tokenizer(kind: str, texts):
-    """A Hugging Face tokenizer made from texts: word, line (a title is one token) or byte. Ids join to the exact text."""
+def build_tokenizer(kind: str, texts, vocabulary=()):
+    """A Hugging Face tokenizer made from texts: word, line (a title is one token) or byte. Ids join to the exact text.
+    vocabulary: the words (or lines) in place of those of the texts, in this order; special ones may be among them, <bos> too.
+    """
     from transformers import PreTrainedTokenizerFast
 
     if kind == "byte":
@@ -44,11 +50,13 @@ def build_tokenizer(kind: str, texts):
     else:
         split = pre_tokenizers.Split(Regex(PIECES[kind]), "isolated")
         words = {piece for text in texts for piece, _ in split.pre_tokenize_str(text)}
-        vocab = {t: i for i, t in enumerate(SPECIAL + sorted(words.difference(SPECIAL)))}
+        words = [t for t in vocabulary or sorted(words) if t not in SPECIAL or t in vocabulary]
+        vocab = {t: i for i, t in enumerate([*(t for t in SPECIAL if t not in words), *words])}
         raw = Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
         raw.pre_tokenizer, raw.decoder = split, decoders.Fuse()
-    raw.add_special_tokens(SPECIAL)
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+    start = {"bos_token": "<bos>"} if "<bos>" in vocabulary else {}
+    raw.add_special_tokens([*SPECIAL, *start.values()])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", **start,
                                    clean_up_tokenization_spaces=False)  # fmt: skip
 
 
@@ -70,15 +78,20 @@ def checkpoint_of(path: str) -> str:
     return best if os.path.exists(best) else os.path.join(folder, steps[-1])
 
 
-def load_tokenizer(cfg: Config, examples=(), catalog=()):
-    """The tokenizer of --init, or one built from the examples (prompts, demonstrations, candidates) and the catalog."""
+def load_tokenizer(cfg: Config, examples=(), catalog=(), vocabulary=()):
+    """The tokenizer of --init, or one built from the examples (prompts, demonstrations, candidates) and the catalog, or from
+    the vocabulary where the data set has one."""
+    if not cfg.init and vocabulary:
+        return build_tokenizer(cfg.tokenizer, (), vocabulary)
     if not cfg.init:
         titles = set(catalog).union(*{id(e.candidates): e.candidates for e in examples}.values())
         texts = {t for e in examples for t in (e.prompt, e.demo)} | {f"{t}\n" for t in titles}
         return build_tokenizer(cfg.tokenizer, texts)
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    tokenizer = from_hub(AutoTokenizer, cfg)
+    # one made here is whole in tokenizer.json, but AutoTokenizer takes that of any qwen2 model for Qwen2's own
+    made_here = '"TokenizersBackend"' in text_at(os.path.join(checkpoint_of(cfg.init), "tokenizer_config.json"))
+    tokenizer = from_hub(PreTrainedTokenizerFast if made_here else AutoTokenizer, cfg)
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:
         fail(f"--init {cfg.init}: it has no tokenizer files")
     if tokenizer.eos_token_id is None:
@@ -91,6 +104,14 @@ def load_tokenizer(cfg: Config, examples=(), catalog=()):
         except Exception as e:
             fail(f"--init {cfg.init}: its chat template fails: {type(e).__name__} {e}")
     return tokenizer
+
+
+def text_at(path: str) -> str:
+    """The text of a file; "" where there is none."""
+    if not os.path.isfile(path):
+        return ""
+    with open(path, encoding="utf-8", errors="replace") as f:
+        return f.read()
 
 
 def from_hub(auto, cfg: Config, **kwargs):
@@ -118,6 +139,15 @@ def stop_ids(model, tokenizer) -> list[int]:
         eos = getattr(source, "eos_token_id", None)
         ids |= set(eos if isinstance(eos, list | tuple) else [eos])
     return sorted(i for i in ids if i is not None)
+
+
+def word_ids(tokenizer, words: list[str]) -> list[int]:
+    """Ids of the words of --stop, each one token."""
+    ids = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in words]
+    for word, found in zip(words, ids):
+        if len(found) != 1 or found[0] == tokenizer.unk_token_id:
+            fail(f"--stop {word!r}: it must be one token of the tokenizer, and is {len(found)} or unknown")
+    return [i for (i,) in ids]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -154,16 +184,20 @@ def compute_dtype(cfg: Config, device: torch.device) -> torch.dtype:
 
 
 def tiny_config(cfg: Config, tokenizer):
-    """Config of a tiny Qwen3 for the tokenizer; heads of size 32."""
-    from transformers import Qwen3Config
+    """Config of a tiny Qwen3 or Qwen2 for the tokenizer."""
+    from transformers import Qwen2Config, Qwen3Config
 
-    heads = cfg.width // 32
-    return Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=cfg.width, intermediate_size=3 * cfg.width,
-        num_hidden_layers=cfg.layers, num_attention_heads=heads, num_key_value_heads=heads, head_dim=32,
+    heads = cfg.heads or cfg.width // 32
+    make, own = {
+        # logits of unit size at the start
+        "qwen3": (Qwen3Config, {"head_dim": cfg.width // heads, "initializer_range": cfg.width**-0.5}),
+        "qwen2": (Qwen2Config, {"rope_parameters": ROPE_QWEN2, "initializer_range": 0.02}),  # as published
+    }[cfg.arch]
+    return make(
+        vocab_size=len(tokenizer), hidden_size=cfg.width, intermediate_size=cfg.ffn or 3 * cfg.width,
+        num_hidden_layers=cfg.layers, num_attention_heads=heads, num_key_value_heads=cfg.kv_heads or heads,
         max_position_embeddings=cfg.max_prompt + cfg.max_new_tokens, tie_word_embeddings=cfg.tie,
-        initializer_range=cfg.width**-0.5,  # logits of unit size at the start
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **own,
     )  # fmt: skip
 
 
@@ -805,7 +839,38 @@ def constant_logp(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Many GPUs: FSDP2
+# Many processes, many GPUs: FSDP2
+
+
+def environment() -> tuple[int, int, int]:
+    """(rank, ranks, rank on this machine), as torchrun sets them; (0, 1, 0) without it."""
+    given = {k: os.environ.get(k, default) for k, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))}
+    shown = " ".join(f"{k}={v}" for k, v in given.items())
+    if not all(v.isascii() and v.isdigit() for v in given.values()):
+        fail(f"{shown}: whole numbers are needed; start several processes with torchrun")
+    rank, world, local = map(int, given.values())
+    if not local <= rank < world:
+        fail(f"{shown}: LOCAL_RANK <= RANK < WORLD_SIZE must hold; start several processes with torchrun")
+    if world > 1 and (missing := [k for k in ("MASTER_ADDR", "MASTER_PORT") if k not in os.environ]):
+        fail(f"{shown} without {missing[0]}: start several processes with torchrun")
+    return rank, world, local
+
+
+def launch(wait=1800.0) -> tuple[int, int, torch.device]:
+    """(rank, ranks, device); joins the process group under torchrun. wait: seconds a rank waits for the others."""
+    rank, world, local = environment()
+    cuda = torch.cuda.is_available()
+    if cuda and local >= torch.cuda.device_count():
+        fail(f"LOCAL_RANK={local}: this machine has {torch.cuda.device_count()} GPUs; lower --nproc_per_node")
+    if cuda:
+        torch.cuda.set_device(local)
+    if world > 1 and not dist.is_initialized():
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=wait)))
+        # restarted workers meet in torchrun's old store: the addresses of the dead are still in it
+        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world,
+                                timeout=timedelta(seconds=wait))  # fmt: skip
+    return rank, world, torch.device("cuda", local) if cuda else torch.device("cpu")
 
 
 def shard(model: nn.Module, dtype: torch.dtype) -> nn.Module:

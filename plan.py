@@ -141,7 +141,7 @@ def model_config(cfg: Config):
     if cfg.init:
         return lm.from_hub(AutoConfig, cfg)
     train = data.load(cfg, "train")
-    return lm.tiny_config(cfg, lm.load_tokenizer(cfg, train.examples, train.catalog))
+    return lm.tiny_config(cfg, lm.load_tokenizer(cfg, train.examples, train.catalog, train.vocabulary))
 
 
 def samples(cfg: Config) -> int:

@@ -58,6 +58,9 @@ class Entry:
     seeds: list[int] = field(default_factory=lambda: [0])
     needs: str = ""  # files that must lie in $DATA_DIR or data/; skipped with a word where they do not
     command: list[str] = field(default_factory=list)
+    score: list[str] = field(
+        default_factory=list
+    )  # flags of pass@k of the last checkpoints; empty: one answer of the best
 
     def folder(self, name: str, arm: str, seed: int) -> str:
         return os.path.join(RUNS, name, f"{arm}-{seed}")
@@ -71,6 +74,10 @@ def commands(entry: Entry, name: str, arm: Arm, seed: int) -> list[list[str]]:
         return [["eval.py", *base, "--baseline", arm.baseline]]
     start = ["--init", entry.folder(name, arm.after, seed)] if arm.after else []
     score = ["eval.py", "--init", folder]
+    if entry.score:
+        steps = parse([*base, *arm.flags]).steps
+        last = os.path.join(folder, "checkpoints", f"step-{steps:06d}")
+        score = ["eval.py", *base, "--init", last, *entry.score]
     if arm.chained:
         first = entry.folder(name, arm.chained, seed)
         score = ["eval.py", "--init", first, "--ranker", folder, "--run_dir", folder]
@@ -82,8 +89,9 @@ def with_seeds(entry: Entry) -> list[str]:
     return [*entry.command, "--seeds", *map(str, entry.seeds)]
 
 
-def result_of(folder: str, arm: Arm) -> str:
-    return os.path.join(folder, "eval_test" + (f"_{arm.baseline}" if arm.baseline else "") + ".json")
+def result_of(entry: Entry, folder: str, arm: Arm) -> str:
+    name = f"pass_{read_yaml(entry.config)['data']}_test" if entry.score else "eval_test"
+    return os.path.join(folder, name + (f"_{arm.baseline}" if arm.baseline else "") + ".json")
 
 
 def spawn(command: list[str], **kwargs) -> subprocess.Popen:
@@ -135,16 +143,22 @@ def done(entry: Entry, name: str, arm: Arm, seed: int) -> bool:
         with open(path, encoding="utf-8") as f:
             if f.read() != recipe(entry, name, arm, seed):
                 sys.exit(f"{folder} was made with other settings (see {path}); delete {RUNS}/{name} to make it again")
-    return os.path.exists(result_of(folder, arm))
+    return os.path.exists(result_of(entry, folder, arm))
 
 
 def state(entry: Entry, name: str, arm: Arm, seed: int) -> str:
     """Where a running arm is, from its log; "" if it has not begun or is done."""
     folder = entry.folder(name, arm.name, seed)
-    if arm.baseline or os.path.exists(result_of(folder, arm)) or not os.path.exists(os.path.join(folder, "log.jsonl")):
+    if (
+        arm.baseline
+        or os.path.exists(result_of(entry, folder, arm))
+        or not os.path.exists(os.path.join(folder, "log.jsonl"))
+    ):
         return ""
     last = log_of(folder)[-1:]
-    shown = [f"{k} {last[0][k]:.2f}" for k in ("loss", "slate_recall", "rank_ndcg") if last and last[0].get(k)]
+    shown = [
+        f"{k} {last[0][k]:.2f}" for k in ("loss", "slate_recall", "rank_ndcg", "correct") if last and last[0].get(k)
+    ]
     return f"{arm.name} seed {seed} step {last[0]['step']}: {', '.join(shown)}" if last else ""
 
 
@@ -359,6 +373,80 @@ def demo_report(entry: Entry, name: str) -> None:
     print(f"\ntable: {RESULTS}/{name}.md; delete {RUNS}/{name} to train again")
 
 
+TABLE4 = {  # arXiv 2602.06717, Table 4: pass@1, 128, 256 in % on 17 x 17 after 20,000 steps; (N, gamma) -> the three
+    (4, 0): (65.6, 67.1, 67.3), (4, 0.5): (74.4, 75.8, 75.9), (4, 1): (79.7, 81.4, 81.5),
+    (8, 0): (72.2, 73.3, 73.4), (8, 0.5): (83.4, 84.0, 84.0), (8, 1): (76.3, 76.6, 76.6),
+    (16, 0): (73.9, 74.2, 74.2), (16, 0.5): (83.7, 84.3, 84.3), (16, 1): (84.4, 86.4, 86.5),
+    (32, 0): (74.5, 74.9, 75.1), (32, 0.5): (85.1, 85.8, 85.8), (32, 1): (84.9, 85.8, 85.8),
+}  # fmt: skip
+KS = (1, 128, 256)
+
+
+def interval(results: list[dict], column: str) -> tuple[float, float, float]:
+    """(mean, low, high) of a metric over seeds, 95 %: Student's t over them, or, of one seed, its resampled problems."""
+    values = np.array([r[column]["value"] for r in results])
+    if len(values) == 1:
+        return values[0], results[0][column]["lo"], results[0][column]["hi"]
+    d = t_interval(values)
+    return d["difference"], d["difference_lo"], d["difference_hi"]
+
+
+def maze_report(entry: Entry, name: str) -> None:
+    """Table: pass@k of every arm with intervals, beside the paper's. Figure: -log pass@k of valid mazes over training."""
+
+    def results(arm: Arm) -> list[dict]:
+        paths = [result_of(entry, entry.folder(name, arm.name, s), arm) for s in entry.seeds]
+        return [json.load(open(path, encoding="utf-8"))["metrics"] for path in paths]
+
+    lines = [f"# {entry.what}", "", f"{entry.config}, test split, seeds {entry.seeds}, {' '.join(entry.score)}, last checkpoints; "
+             "95 % intervals: Student's t over seeds, of one seed resampled mazes (pass@k: the unbiased estimator). In brackets the "
+             "paper's numbers: a larger maze and model, 20,000 steps (Table 4; its seeds and intervals are not published). exact: "
+             "the target move by move.", ""]  # fmt: skip
+    columns = [*(f"pass@{k}" for k in KS), "exact@1"]
+    lines += ["| arm | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for arm in entry.arms:
+        got, paper = results(arm), TABLE4.get(MAZE_ARMS.get(arm.name), ())
+        cells = []
+        for i, c in enumerate(columns):
+            column = c if all(c in r for r in got) else f"pass@{c.split('@')[1]}"  # nothing right was ever inexact
+            mean, low, high = (100 * x for x in interval(got, column))
+            cells.append(f"{mean:.1f} [{low:.1f}, {high:.1f}]" + (f" ({paper[i]})" if i < len(paper) else ""))
+        lines.append(f"| {arm.name} | " + " | ".join(cells) + " |")
+    text = "\n".join(lines) + "\n"
+    write(os.path.join(RESULTS, f"{name}.md"), text)
+    print("\n" + text)
+    maze_curves(entry, name)
+
+
+def maze_curves(entry: Entry, name: str) -> None:
+    """Figure: a row of panels per N, a panel per k; -log pass@k of valid mazes over training, a line per gamma (Figs. 6, 7)."""
+    plt = plots()
+    if plt is None:
+        return
+    sizes = list(dict.fromkeys(n for n, _ in (MAZE_ARMS[a.name] for a in entry.arms if a.after)))
+    figure, axes = plt.subplots(
+        len(sizes), len(KS), figsize=(10, 2.6 * len(sizes) + 0.6), layout="constrained", squeeze=False
+    )
+    for arm in entry.arms:
+        if not arm.after:
+            continue
+        n, gamma = MAZE_ARMS[arm.name]
+        logs = [log_of(entry.folder(name, arm.name, s)) for s in entry.seeds]
+        for ax, k in zip(axes[sizes.index(n)], KS):
+            points = [[(r["step"], r[f"valid/pass@{k}"]) for r in log if f"valid/pass@{k}" in r] for log in logs]
+            x, y = np.array(points).transpose(2, 0, 1)
+            y = -np.log(np.maximum(y, 1e-3))  # a pass@k of 0 has no logarithm
+            ax.plot(x[0], y.mean(0), label=f"gamma {gamma:g}", marker=".")
+            if len(y) > 1:
+                ax.fill_between(x[0], y.min(0), y.max(0), alpha=0.2)
+            ax.set(xlabel="optimiser step", ylabel=f"-log pass@{k}", title=f"N = {n}")
+            ax.grid(alpha=0.3)
+    axes[0][0].legend()
+    path = os.path.join(RESULTS, f"{name}_passk.png")
+    figure.savefig(path, dpi=130)
+    print(f"figure: {path}")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The list
 
@@ -367,6 +455,8 @@ MOVIELENS_SFT = (
     "--method sft --steps 500 --lr 2e-3 --adam_beta2 0.95 --weight_decay 0.1 --schedule linear --eval_every 0".split()
 )
 WORLD, LISTS = "configs/demo.yaml", "configs/requests.yaml"
+MAZE_ARMS = {f"n{n}-gamma{gamma:g}": (n, gamma) for n in (4, 8, 16, 32) for gamma in (0, 0.5, 1)}
+PASS = "--eval_every 25 --k 1 128 256 --samples 256".split()  # along the way
 HALF = ["--method", "decoupled_sft", *SFT[2:]]  # the same demonstrations, one phase of them
 PHASED = [m for m, row in METHODS.items() if row.source == "sample" and row.unit != "rank"]
 
@@ -408,6 +498,12 @@ ENTRIES = {
         comparison(["recall@5", "recall@10", "row_recall@10", "ndcg@10", "lines"],
                    [("rank_grpo", "sft"), ("rank_grpo", "grpo"), ("remark", "rank_grpo"), ("mean", "remark")]),
         seeds=[0, 1, 2]),
+    "maze": Entry(
+        "SFT, GRPO and focal GRPO on small mazes, N samples of a prompt and gamma of the focal weight", "configs/maze_small.yaml",
+        [Arm("sft", ["--method", "sft"]),
+         *(Arm(a, ["--method", "grpo", "--group_size", str(n), "--focal_gamma", str(gamma), *PASS], "sft")
+           for a, (n, gamma) in MAZE_ARMS.items())],
+        maze_report, seeds=[0, 1, 2], score="--k 1 128 256 --samples 1024".split()),
     "movielens": Entry(
         "SFT, GRPO (the row dr_grpo) and F-GRPO on MovieLens latest-small, from scratch, all its 138 movies with 100 ratings", "configs/movielens.yaml",
         [Arm("random", [], baseline="random"), Arm("popularity", [], baseline="popularity"), Arm("sft", MOVIELENS_SFT),

@@ -10,7 +10,8 @@
     </RANK>
 
 More phases are more pairs of tags (--phases, --tags). The other form is a list: an item a line, best first, no tags; there
-line k is a unit (Rank-GRPO, arXiv 2510.20150; ReMaRk, arXiv 2610.17771).
+line k is a unit (Rank-GRPO, arXiv 2510.20150; ReMaRk, arXiv 2610.17771). Answers to problems are text, one unit, and
+verify.py says whether they are right.
 
 Left out: models, tensors beyond unit_ids. Sources: factorized GRPO, arXiv 2605.12995 (the original tags and syntax are not
 published: the syntax here is ours).
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+import verify
 import workers
 from config import COLUMNS, COLUMNS_OF, answer_of, fail
 
@@ -440,7 +442,8 @@ class Scored:
     unit k = line k of the list, N + 1 what comes behind line N
     reward (B,U) float64; valid (B,U) bool, False = cannot be scored (NaN reward)
     parts: columns to log, B numbers each; texts: B
-    answers: B pairs, (slate, ranking); of a list: (items read, the N ranks with None where a rank cannot be a hit)
+    answers: B pairs, (slate, ranking); of a list: (items read, the N ranks with None where a rank cannot be a hit); of text:
+    two empty lists
     high: the largest reward of each unit, U numbers (1 for the rank N + 1, which earns nothing)
     """
 
@@ -615,9 +618,20 @@ def score_list(said: list[bytes], example, catalog: Catalog, cfg, unit: str) -> 
     return Row([1] * len(units), [total], parts, (read, ranks))
 
 
-def highest(cfg, unit: str, listed: bool) -> list[float]:
+def score_text(said: list[bytes], example, cfg) -> Row:
+    """A completion that answers a problem: one unit, the reward of the problem's verifier. correct: the whole reward of 1;
+    exact: the verifier's stricter test, where it has one."""
+    text = b"".join(said).decode("utf-8", "replace")  # half a character is none, and packages may choke on it
+    found = verify.VERIFIERS[example.check](text, example.answer)
+    correct = float(found["reward"] >= 1)
+    return Row([1] * len(said), [found["reward"]], {"exact": correct, **found, "correct": correct}, ([], []))
+
+
+def highest(cfg, unit: str, form: str) -> list[float]:
     """Largest reward of each unit, U numbers."""
-    if not listed:
+    if form == "text":
+        return [1.0]
+    if form == "phases":
         return [PHASES[name](1.0, 1.0, cfg.lam) for name in cfg.phases] if unit == "phase" else [1.0 + cfg.lam]
     returns = causal_returns([1.0] * cfg.slate_size, cfg.slate_size, cfg.returns, cfg.returns_gamma)
     total = returns[0] if cfg.returns == "log" else float(cfg.slate_size)
@@ -659,8 +673,8 @@ def score(
 ) -> Scored:
     """Parse and score every completion of a rollout; examples[roll.group[b]] is the request of row b.
 
-    sequence: one reward on all sampled tokens (GRPO): R_joint = R_slate + lambda R_rank, or that of the list; token: the
-    same (a critic spreads it). phase: R_slate on slate tokens, R_rank on ranking tokens (F-GRPO). rank: a return for each
+    sequence: one reward on all sampled tokens (GRPO): R_joint = R_slate + lambda R_rank, or that of the list or of the text;
+    token: the same (a critic spreads it). phase: R_slate on slate tokens, R_rank on ranking tokens (F-GRPO). rank: a return for each
     line of a list (Rank-GRPO). A malformed completion of phases gets format_penalty, on all of its tokens (format_scope).
     With overlong the punishment of length is added to every unit. Forced tokens (prefix) are read, never trained
     (F18). popularity: training counts of items (Split.popularity), for popularity_power and tail_quota.
@@ -668,10 +682,11 @@ def score(
     A row whose scorer raises, dies, hangs (reward_workers) or returns no numbers is unscorable and counted in the part
     reward_errors; more than max_reward_errors of the rows end the run with the first error (F52).
     """
-    listed = answer_of(cfg) == "list" or unit == "rank"
+    form = "list" if unit == "rank" else answer_of(cfg)
+    listed = form == "list"
     pools = catalogs_of(examples) if listed else names_of(examples)
     head = head_items(popularity) if popularity and cfg.tail_quota else frozenset()
-    prefix, high = [cfg.prefix.encode()] if cfg.prefix else [], highest(cfg, unit, listed)
+    prefix, high = [cfg.prefix.encode()] if cfg.prefix else [], highest(cfg, unit, form)
     asked = [examples[g] for g in roll.group.tolist()]
     mask, tokens = roll.mask.cpu(), roll.tokens.cpu()
     said = [[*prefix, *(pieces[t] if 0 <= t < len(pieces) else b"" for t in row[real].tolist())]
@@ -679,14 +694,17 @@ def score(
 
     def one(b: int) -> Row:
         pool = pools[id(asked[b].candidates)]
-        if listed:
+        if form == "text":
+            row = score_text(said[b], asked[b], cfg)
+        elif listed:
             row = score_list(said[b], asked[b], pool, cfg, unit)
         else:
             row = score_phases(said[b], asked[b], pool, cfg, unit, popularity, head)
         return checked(row, len(said[b]), len(high))
 
     most = cfg.max_reward_errors * max(len(said), 4)  # one failure alone, as of a last example, is no share
-    found = workers.run(one, [(b,) for b in range(len(said))], cfg.reward_workers, cfg.reward_timeout, most)
+    processes = cfg.reward_workers or (verify.WORKERS if any(e.check in verify.SLOW for e in examples) else 0)
+    found = workers.run(one, [(b,) for b in range(len(said))], processes, cfg.reward_timeout, most)
     errors = [(row, example) for row, example in zip(found, asked) if isinstance(row, workers.Failure)]
     if len(errors) > most:
         first, example = errors[0]
@@ -694,8 +712,9 @@ def score(
              f"{cfg.max_reward_errors:g}); the first: {first.what} (example {example.id}{first.where and ', '}{first.where})")  # fmt: skip
 
     unit_ids, rewards, rows = torch.zeros_like(roll.tokens), [], []
-    form = COLUMNS_OF["list" if listed else "phases"]
-    own = f"{form} {COLUMNS} reward_errors".split()  # the same in every call and on every rank, whatever failed there
+    own = (
+        f"{COLUMNS_OF[form]} {COLUMNS} reward_errors".split()
+    )  # the same in every call and on every rank, whatever failed there
     columns = list(dict.fromkeys([*own, *(c for row in found if isinstance(row, Row) for c in row.parts)]))
     for b, row in enumerate(found):
         failed = isinstance(row, workers.Failure)

@@ -19,6 +19,7 @@ import socket
 import sys
 import zlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import torch
@@ -28,6 +29,7 @@ from tqdm import tqdm
 
 import model as lm
 from config import Config, dump, fail, parse
+from files import Lazy
 
 FORMAT = 1  # of trainer.pt: to be raised with any change that older code would misread
 KEYS = {"format": int, "step": int, "data": str, "files": dict, "optimizer": dict, "critic": dict | None, "memory": dict,
@@ -101,7 +103,8 @@ class Run:
     MAY_CHANGE = ("config", "steps", "run_dir", "resume", "report", "data_dir", "init", "micro_tokens", "kv_tokens",
                   "attention", "checkpointing", "share_prefix", "eval_every", "save_every", "diagnose_every", "keep", "log_samples",
                   "max_bad_steps", "rank_timeout", "reward_workers", "reward_timeout", "max_reward_errors",
-                  "plan", "plan_ranks", "plan_gb", "split", "against", "ranker", "baseline")  # fmt: skip
+                  "plan", "plan_ranks", "plan_gb", "split", "against", "ranker", "baseline", "average", "rare",
+                  "subsample", "keep_answers")  # fmt: skip
 
     def __init__(self, cfg: Config, rank: int):
         self.cfg, self.rank, self.main, self.checkpoint = cfg, rank, rank == 0, ""
@@ -424,15 +427,20 @@ def step_of(line: str) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def fingerprint(examples: list, prompts: list[list[int]], demos: list[list[int]]) -> str:
+def fingerprint(examples: Sequence, prompts: Sequence[list[int]], demos: Sequence[list[int]]) -> str:
     """Number and checksum of the usable examples, as token ids. The order of the data is a function of their number, so a run
-    cannot go on with others, nor with another tokenizer. Left out: candidates, of which the prompt speaks."""
-    crc = 0
+    cannot go on with others, nor with another tokenizer. Left out: candidates, of which the prompt speaks. Of lazy examples a
+    few speak for all."""
+    crc, number = 0, len(examples)
+    if isinstance(examples, Lazy):
+        few = range(0, len(examples), max(1, len(examples) // 50))
+        examples, prompts, demos = ([x[i] for i in few] if x else x for x in (examples, prompts, demos))
     for e in examples:
-        crc = zlib.crc32(repr((e.id, e.gold, e.responders)).encode("utf-8", "replace"), crc)
+        sought = (e.id, e.check, e.answer) if e.check else (e.id, e.gold, e.responders)
+        crc = zlib.crc32(repr(sought).encode("utf-8", "replace"), crc)
     for ids in (*prompts, *demos):
         crc = zlib.crc32(array("q", ids).tobytes(), crc)
-    return f"{len(examples)} examples, checksum {crc:08x}"
+    return f"{number} examples, checksum {crc:08x}"
 
 
 def sync(path: str) -> None:

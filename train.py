@@ -17,20 +17,21 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
 import data
+import files
 import model as lm
 import optim
+import passk
 import plan
 import rewards
 from config import Config, fail, parse
@@ -58,10 +59,20 @@ from losses import (
     truncated_weight,
     value_loss,
 )  # fmt: skip
+from model import environment, launch
 from rollout import Rollout, demonstrations, join, take
 from run import Run, continued, fingerprint
 
-WATCH = ("reward", "slate_recall", "rank_ndcg", "invalid", "loss", "entropy", "grad_norm")  # in the progress bar
+WATCH = (
+    "reward",
+    "correct",
+    "slate_recall",
+    "rank_ndcg",
+    "invalid",
+    "loss",
+    "entropy",
+    "grad_norm",
+)  # in the progress bar
 
 
 def main(cfg: Config) -> dict[str, float]:
@@ -118,6 +129,9 @@ def main(cfg: Config) -> dict[str, float]:
         done, applied = step + 1, applied + 1 - metrics["skipped"]
         if due(cfg.eval_every):
             latest = means(evaluate(policy, *held_out, cfg))
+            if cfg.k:
+                found = passk.counted(policy, *held_out, replace(cfg, keep_answers=False))
+                latest |= {k: v for k, v in means(passk.rows_at(found, cfg.k)).items() if "@" in k}
             metrics |= {f"valid/{k}": v for k, v in latest.items()}
         timing = {"seconds_sample": sampled - began, "seconds": time.perf_counter() - began, "memory_gb": peak_memory()}
         run.log(done, metrics, timing, first_samples([task.examples[i].id for i in batch], roll, scored, cfg))
@@ -152,9 +166,9 @@ class Task:
     """Training examples with their prompt ids, demonstration ids (stop token included) where a method needs them, and how
     often training users took an item."""
 
-    examples: list
-    prompts: list[list[int]]
-    demos: list[list[int]]
+    examples: Sequence
+    prompts: Sequence[list[int]]
+    demos: Sequence[list[int]]
     popularity: dict[str, int]
 
 
@@ -611,8 +625,10 @@ def contrast_ids(policy: Policy, example, cfg: Config) -> tuple[list[list[int]],
 def usable(train: data.Split, policy: Policy, cfg: Config, method: Method) -> Task:
     """Examples, prompt ids and (for methods that learn from demonstrations) demonstration ids with the stop token."""
     examples, prompts = data.fit(train, policy.tokenizer, cfg)
-    demos: list[list[int]] = []
-    if method.source == "demo":
+    demos: Sequence[list[int]] = []
+    if method.source == "demo" and isinstance(examples, files.Lazy):  # each has one that fits
+        demos = files.each(lambda e: data.encode_answer(policy.tokenizer, e.demo, cfg.tags), examples)
+    elif method.source == "demo":
         ids = [data.encode_answer(policy.tokenizer, e.demo, cfg.tags) if e.demo else [] for e in examples]
         keep = [i for i, d in enumerate(ids) if 0 < len(d) <= cfg.max_new_tokens]
         if len(keep) < len(ids):
@@ -639,37 +655,6 @@ def peak_memory() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
-
-
-def environment() -> tuple[int, int, int]:
-    """(rank, ranks, rank on this machine), as torchrun sets them; (0, 1, 0) without it."""
-    given = {k: os.environ.get(k, default) for k, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))}
-    shown = " ".join(f"{k}={v}" for k, v in given.items())
-    if not all(v.isascii() and v.isdigit() for v in given.values()):
-        fail(f"{shown}: whole numbers are needed; start several processes with torchrun")
-    rank, world, local = map(int, given.values())
-    if not local <= rank < world:
-        fail(f"{shown}: LOCAL_RANK <= RANK < WORLD_SIZE must hold; start several processes with torchrun")
-    if world > 1 and (missing := [k for k in ("MASTER_ADDR", "MASTER_PORT") if k not in os.environ]):
-        fail(f"{shown} without {missing[0]}: start several processes with torchrun")
-    return rank, world, local
-
-
-def launch(wait=1800.0) -> tuple[int, int, torch.device]:
-    """(rank, ranks, device); joins the process group under torchrun. wait: seconds a rank waits for the others."""
-    rank, world, local = environment()
-    cuda = torch.cuda.is_available()
-    if cuda and local >= torch.cuda.device_count():
-        fail(f"LOCAL_RANK={local}: this machine has {torch.cuda.device_count()} GPUs; lower --nproc_per_node")
-    if cuda:
-        torch.cuda.set_device(local)
-    if world > 1 and not dist.is_initialized():
-        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=wait)))
-        # restarted workers meet in torchrun's old store: the addresses of the dead are still in it
-        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world,
-                                timeout=timedelta(seconds=wait))  # fmt: skip
-    return rank, world, torch.device("cuda", local) if cuda else torch.device("cpu")
 
 
 def repeatable() -> None:

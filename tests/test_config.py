@@ -106,7 +106,9 @@ init: ""
         assert type(getattr(ours, name)) is kind, name
     assert parse(["--config", save("eval_k: [5]", "one.yaml")]).eval_k == [5]
     assert parse(["--config", save("eval_k: 5", "plain.yaml")]).eval_k == [5]
-    assert dataclasses.replace(parse(["--config", save("", "empty.yaml")]), config="") == Config(run_dir="runs/fgrpo")
+    assert dataclasses.replace(parse(["--config", save("", "empty.yaml")]), config="") == Config(
+        run_dir="runs/fgrpo", best_metric="ndcg@5"
+    )
 
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_default():

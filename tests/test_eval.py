@@ -130,11 +130,6 @@ def test_three_ways_to_cut_a_list_with_inadmissible_items():
     assert all(set(v.values()) == {0.0} for v in empty.values())
 
 
-@pytest.mark.parametrize("n, c, k", [(n, c, k) for n in (1, 2, 5, 8) for c in range(n + 1) for k in range(1, n + 1)])
-def test_pass_at_k_is_the_share_of_draws_with_a_correct_sample(n, c, k):
-    assert evaluation.pass_at_k(n, c, k) == pytest.approx(1 - math.comb(n - c, k) / math.comb(n, k))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Intervals
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import rewards
-from eval import list_variants, mean_by_request, paired_bootstrap, pass_at_k, ranking_metrics
+from eval import list_variants, mean_by_request, paired_bootstrap, ranking_metrics
 from losses import (
     METHODS,
     Cap,
@@ -34,6 +34,7 @@ from losses import (
     unit_weights,
 )
 from model import token_logp
+from passk import pass_at_k
 from simulate import active, worst_group
 
 FOLDER = Path(os.environ.get("GOLDEN_DIR") or Path(__file__).parent / "golden")

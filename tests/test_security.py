@@ -305,7 +305,6 @@ def test_pruning_deletes_nothing_outside_the_checkpoints(tmp_path, linked):
 def test_nothing_from_data_reaches_the_terminal_raw(hostile, capsys, monkeypatch):
     """data.py show and error lines write escapes as text; a bell or a title bar is not ours to ring or set."""
     monkeypatch.setattr(data, "clean", lambda text: text)  # whatever the loaders leave
-    monkeypatch.setattr(data, "INVISIBLE", {})
     data.main(["show", "hotpotqa", "--data_dir", str(hostile), "--split", "train", "-n", "99", "--max_prompt", "4000"])
     out = capsys.readouterr().out
     assert "\\x1b]0;owned\\x07" in out and all(c.isprintable() or c == "\n" for c in out)
