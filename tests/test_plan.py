@@ -146,6 +146,7 @@ def test_packed_activations_are_within_a_thirtieth(kind, compute):
             torch.tensor([0, 0, 1, 1]),
             lambda rows, logp, h: logp.sum(),
         )
+        assert lm.pack(*args[1:5]).ids.numel() == 2 * path.fed(cfg)
         got = kept(net, lambda args=args: lm.completion_loss(*args, dtype=getattr(torch, cfg.dtype), entropy=True))
         assert path.shared and got == pytest.approx(plan.activations(s, cfg, ranks, path, 2), rel=0.033), width
 
