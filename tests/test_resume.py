@@ -18,7 +18,7 @@ RUNS = {
     "sft": "--method sft --lr 1e-2 --eval_every 3 --save_every 3 --keep 9 --warmup 2",
     "fgrpo": f"--method fgrpo {RL}",
     "grpo": f"--method grpo {RL} --old_logp recompute",
-    "ppo": f"--method ppo {RL} --critic_lr 3",  # the critic and its moments
+    "ppo": f"--method ppo {RL} --critic_lr 3 --optimizer_dtype bfloat16",  # the critic and all moments
     "focal": f"--method focal_grpo {RL} --focal_ema 0.5 --max_examples 8",  # success rates of prompts seen before
     "fuse": f"--method fgrpo {RL} --kl_fuse 1e-3",  # the halved rate, and how many were blown in a row
 }
