@@ -197,7 +197,13 @@ def test_splits_share_no_maze():
 def test_a_million_mazes_are_made_when_needed(monkeypatch):
     """Lazy examples, prompts and demonstrations are those that the eager ones would be, and loading makes few of them."""
     made, real = [], maze.make
-    monkeypatch.setattr(maze, "make", lambda size, key: made.append(key) or real(size, key))
+
+    def counted(size: int, key: list[int]) -> dict:
+        made.append(key)
+        assert len(made) < 5000, "on the way to a million"
+        return real(size, key)
+
+    monkeypatch.setattr(maze, "make", counted)
     few, many = (data.load(settings("--maze_examples", str(n)), "train") for n in (64, 1_000_000))
     made.clear()
     policy = evaluation.open_policy(settings(), many, CPU)
