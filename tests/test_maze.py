@@ -78,8 +78,9 @@ def test_a_maze_is_a_tree_and_its_path_the_only_one(size):
         assert found[size - 2, size - 2][1].split() == made["path"].split()
 
 
-def test_mazes_look_as_published():
-    """17 x 17: mean path length 29.1 moves, 28 the shortest and the median, 99 of 100 at most 36 (5,000 published ones)."""
+def test_paths_are_as_long_as_they_should_be():
+    """17 x 17: mean path length 29.1 moves, 28 the shortest and the median, 90 of 100 at most 32, 99 at most 36 (counted over
+    5,000 by another implementation)."""
     paths = sorted(len(maze.make(17, [0, i])["path"].split()) for i in range(1000))
     assert paths[0] == paths[500] == 28 and paths[900] == 32 and paths[990] <= 38
     assert abs(sum(paths) / len(paths) - 29.1) < 0.4
