@@ -78,8 +78,9 @@ def test_a_maze_is_a_tree_and_its_path_the_only_one(size):
         assert found[size - 2, size - 2][1].split() == made["path"].split()
 
 
-def test_mazes_look_as_published():
-    """17 x 17: mean path length 29.1 moves, 28 the shortest and the median, 99 of 100 at most 36 (5,000 published ones)."""
+def test_paths_are_as_long_as_they_should_be():
+    """17 x 17: mean path length 29.1 moves, 28 the shortest and the median, 90 of 100 at most 32, 99 at most 36 (counted over
+    5,000 by another implementation)."""
     paths = sorted(len(maze.make(17, [0, i])["path"].split()) for i in range(1000))
     assert paths[0] == paths[500] == 28 and paths[900] == 32 and paths[990] <= 38
     assert abs(sum(paths) / len(paths) - 29.1) < 0.4
@@ -197,7 +198,13 @@ def test_splits_share_no_maze():
 def test_a_million_mazes_are_made_when_needed(monkeypatch):
     """Lazy examples, prompts and demonstrations are those that the eager ones would be, and loading makes few of them."""
     made, real = [], maze.make
-    monkeypatch.setattr(maze, "make", lambda size, key: made.append(key) or real(size, key))
+
+    def counted(size: int, key: list[int]) -> dict:
+        made.append(key)
+        assert len(made) < 5000, "on the way to a million"
+        return real(size, key)
+
+    monkeypatch.setattr(maze, "make", counted)
     few, many = (data.load(settings("--maze_examples", str(n)), "train") for n in (64, 1_000_000))
     made.clear()
     policy = evaluation.open_policy(settings(), many, CPU)
