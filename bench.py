@@ -195,16 +195,12 @@ def ours(case: Case, share: bool = True, only_rollout: bool = False):
         return out
 
     rollout.uniforms, rollout.sample = uniforms, force(rollout.sample)
-    if hasattr(rollout, "shares"):
-        can = rollout.shares
-        rollout.shares = lambda *args: share and can(*args)
     rollout.prefill = watch("prefill", rollout.prefill)
     train.rewards.score = watch("reward", scored)
     lm.completion_loss = watch("forward", lm.completion_loss)
     torch.Tensor.backward = watch("backward", torch.Tensor.backward)
     optimizer.step = watch("optimizer", optimizer.step)
-    draw = watch("decode", policy.rollout)
-    policy.rollout = draw
+    policy.rollout = watch("decode", policy.rollout)
     memory_of = train.Memory(torch.full((case.N,), float("nan")))
 
     def step(i: int) -> dict:

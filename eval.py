@@ -231,7 +231,7 @@ def metrics_of(example, slate: list[str], ranking: list[str], cfg: Config) -> di
 EVALUATED = {  # columns of the score table that an evaluation reports, by form of answer
     "phases": "invalid duplicates out_of_pool length finished reward_errors",
     "list": "invalid unparsable out_of_catalog duplicates lines length finished reward_errors",
-    "text": "correct exact walk invalid length finished reward_errors",
+    "text": "correct exact walk loose followed invalid length finished reward_errors",
 }
 
 

@@ -16,11 +16,10 @@ import numpy as np
 
 MOVES = {"UP": (-1, 0), "DOWN": (1, 0), "LEFT": (0, -1), "RIGHT": (0, 1)}  # word -> step in (row, column)
 WORD = {"#": "WALL ", ".": "PATH ", "S": "START ", "G": "GOAL "}  # square of the grid -> word, white space behind it
-VOCABULARY = [
-    *("<pad>", "<bos>", "<eos>", "<unk>", "GRID_START\n", "GRID_END\n", "PATH_START\n", "DONE", *WORD.values()),
+VOCABULARY = [  # in the order of the published ids
+    *("<pad>", "<bos>", "<eos>", "<unk>", "GRID_START\n", "GRID_END\n", "PATH_START\n", "DONE", *(WORD[c] for c in ".#GS")),
     *("NEWLINE\n", *(f"{move} " for move in MOVES), "\n", *(f"RESERVED_{i} " for i in range(18, 32))),
 ]  # fmt: skip
-VOCABULARY[8:12] = [WORD[c] for c in ".#GS"]  # in the order of the published ids
 
 
 @functools.cache

@@ -530,15 +530,20 @@ def cut(x: Tensor, first: int, n: int, length: int) -> Tensor:
 
 
 SHARED = "shared_prefix"  # our name in transformers' registry of attention functions
+BEYOND = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")  # what some models ask of theirs
+
+
+def only_softmax(kwargs: dict) -> None:
+    """NotImplementedError where a model asks more of its attention function than our own ones (here, in rollout.py) do."""
+    if odd := [k for k in BEYOND if kwargs.get(k) is not None]:
+        raise NotImplementedError(f"its attention has {odd[0]}")
 
 
 def shared_attention(module, query, key, value, attention_mask, layout: Layout | None = None, scaling=None, **kwargs):
     """Attention function of a model: packed where the call brings a layout, else that of transformers. q (1,H,N,D)."""
     if layout is None:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    odd = [k for k in ("softcap", "s_aux", "position_bias") if kwargs.get(k) is not None]
-    if odd:
-        raise NotImplementedError(f"its attention has {odd[0]}")
+    only_softmax(kwargs)
     device = query.device.type  # bf16 compute: some models bring q and k in fp32
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
@@ -798,6 +803,8 @@ def share_prefix(model: nn.Module, cfg: Config) -> str:
     for layer in layers:
         layer.forward = types.MethodType(recurrent, layer)
     try:
+        if before not in ("sdpa", "eager"):
+            model.set_attn_implementation("sdpa")  # the weights are fp32 here, which flash-attn refuses
         with torch.no_grad():
             plain = completion_logp(model, *part)[0]
         model.packed = True

@@ -53,7 +53,7 @@ def pass_at_k(n, c, k: int):
         most = min(int(c[at].max()), int(m) - k + 1)  # with more right ones than that no k samples miss them all
         with np.errstate(divide="ignore"):  # the last factor may be 0
             logs = np.concatenate([[0.0], np.cumsum(np.log1p(-k / (m - np.arange(most))))])
-        out[at] = -np.expm1(logs[np.minimum(c[at], most)])
+        out[at] = 0.0 - np.expm1(logs[np.minimum(c[at], most)])  # a plain minus would make -0.0
     return out if out.ndim else float(out)
 
 
@@ -89,7 +89,7 @@ def paired_subsampling(ours: list[tuple], theirs: list[tuple], ks, m: int, itera
 
 def rows_at(problems: list[dict], ks: list[int]) -> list[dict]:
     """Counts of problems -> rows with metrics, as an evaluation has them: pass@k; exact@k where a verifier has a stricter
-    test; shares of right, exact, malformed and finished samples; mean length."""
+    test; shares of samples that are malformed, finished, and whose verifier failed; mean length."""
     n, c, exact = (np.array([p[key] for p in problems]) for key in ("n", "c", "exact"))
     columns = {f"pass@{k}": pass_at_k(n, c, k) for k in ks}
     if (exact != c).any():

@@ -7,8 +7,9 @@
 Nothing is trained, written or loaded but the model's config (parameters are counted on the meta device). Every prompt
 counts as max_prompt tokens and every completion as max_new_tokens: an upper bound. Formulas are for blocks of the Llama
 kind (RMS norms, gated feed-forward; Qwen2, Qwen3, Llama, SmolLM2); other models get their exact parameters and the same
-formulas, and every model is taken to share prompts where share_prefix says so. Computed, not measured: times rest on the Machine below. Left out: fragmentation of the allocator (leave a
-tenth free), the CUDA context (about 1 GB), experts, tensor and pipeline parallelism.
+formulas, and every model is taken to share prompts where share_prefix says so. Computed, not measured: times rest on the
+Machine below. Left out: fragmentation of the allocator (leave a tenth free), the CUDA context (about 1 GB), experts, tensor
+and pipeline parallelism.
 """
 
 import bisect

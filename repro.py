@@ -1,8 +1,9 @@
 """Every table and figure: resumable arms (config x method x seed), then a report under results/.
 
 An arm is a train.py command and the evaluation of what it trained; it is done when its run folder holds the evaluation,
-and a stopped one goes on from its checkpoint. One made with other settings than today's is refused, not reused. Independent arms run side by side, one thread each. ENTRIES at the end is
-the list. Left out: launching on a cluster (each arm prints its commands, which torchrun takes as they are).
+and a stopped one goes on from its checkpoint. One made with other settings than today's is refused, not reused. Independent
+arms run side by side, one thread each. ENTRIES at the end is the list. Left out: launching on a cluster (each arm prints its
+commands, which torchrun takes as they are).
 
     python repro.py list
     python repro.py run demo

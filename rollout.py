@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from model import autocast, left_pad, positions, token_logp
+from model import autocast, left_pad, only_softmax, positions, token_logp
 
 
 @dataclass
@@ -102,7 +102,6 @@ def sample(logits: Tensor, u: Tensor, temperature: float, top_p=1.0) -> tuple[Te
 
 
 SHARED = "shared_cache"  # name of our attention function in transformers' registry
-BEYOND = {"softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices"}  # what some models ask of theirs
 
 
 class Halves(DynamicLayer):
@@ -156,8 +155,7 @@ def attend(module, query: Tensor, layer: Halves, _, mask, scaling: float, **kwar
     The prompt's keys are multiplied once with the queries of all its rows; query heads of one key-value head are rows of
     that product, so nothing is repeated. One softmax over both halves: the same arithmetic as over one cache.
     """
-    if asked := [k for k in BEYOND & kwargs.keys() if kwargs[k] is not None]:
-        raise NotImplementedError(f"shared prompts: {type(module).__name__} asks for {', '.join(asked)}")
+    only_softmax(kwargs)
     pool, now = layer.pool, layer.pool.now + 1
     rows, heads, _, size = query.shape
     q = (query * scaling).view(rows * layer.heads, heads // layer.heads, size)

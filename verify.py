@@ -80,10 +80,12 @@ def normal(answer: str) -> str:
 
 def value_of(answer: str) -> Fraction | None:
     """The number that a normal form spells: 12,345 | -3/4 | \\frac{3}{4} | 27.0 | 4.5e33; None where it is none."""
-    if not (m := VALUE.fullmatch(answer)) or not re.search(r"\d", answer, re.A):
+    if not (m := VALUE.fullmatch(answer)):
         return None
     sign, above, below, over, under, whole, part, power = m.groups()
     above, below = above or over, below or under
+    if not (below or whole or re.search(r"\d", part or "", re.A)):  # e4 is a square of a chess board, and not 0
+        return None
     if below:
         number = Fraction(int(above), int(below)) if int(below) else None
     else:

@@ -380,6 +380,19 @@ def test_a_model_that_cannot_share_stays_on_the_plain_path_as_it_was(name, why):
     lm.completion_loss(model, *data, lambda rows, logp, h: logp.sum()).backward()
 
 
+def test_kernels_for_half_precision_are_no_obstacle():
+    """The check runs on fp32 weights, which flash-attn refuses: it must not ask the model's own kernel."""
+
+    def half_only(module, query, *args, **kwargs):
+        raise ValueError(f"no kernel for {query.dtype}")
+
+    lm.ALL_ATTENTION_FUNCTIONS.register("half_only", half_only)
+    lm.ALL_MASK_ATTENTION_FUNCTIONS.register("half_only", lm.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model = family("qwen3")
+    model.set_attn_implementation("half_only")
+    assert lm.share_prefix(model, Config(**LIMITS)) == ""
+
+
 def test_a_window_that_never_bites_is_no_obstacle():
     model, data = odd_model("window"), ragged()
     before = lm.completion_logp(model, *data)[0].detach()

@@ -178,6 +178,7 @@ def test_pass_at_k_is_exact_for_every_small_n():
             want = [float(1 - missed(n, c, k)) for c in range(n + 1)]
             assert passk.pass_at_k(n, np.arange(n + 1), k) == pytest.approx(want, rel=1e-14, abs=0)
             assert passk.pass_at_k(n, 0, k) == 0.0 and passk.pass_at_k(n, n, k) == 1.0
+    assert str(passk.pass_at_k(4, 0, 2)) == "0.0", "tables would say -0.0"
     mixed = passk.pass_at_k([4, 8, 4], [1, 2, 3], 2)
     assert mixed.tolist() == [passk.pass_at_k(4, 1, 2), passk.pass_at_k(8, 2, 2), passk.pass_at_k(4, 3, 2)]
 

@@ -9,6 +9,8 @@ import sys
 import pytest
 
 import data
+import eval as evaluation
+import maze
 import problems
 import verify
 import workers
@@ -231,6 +233,12 @@ def test_every_set_is_a_row_of_its_own():
 
     assert set(problems.SOURCES) <= set(config.PROBLEMS) and set(problems.SOURCES) <= set(data.DATASETS)
     assert all(s.check in verify.VERIFIERS for s in problems.SOURCES.values())
+
+
+def test_an_evaluation_reports_all_that_verifiers_say():
+    answers = {"ifeval": [["punctuation:no_comma", {}]], "walk": maze.make(5, [0]), "target": maze.make(5, [0])}
+    for name, check in verify.VERIFIERS.items():
+        assert check("5", answers.get(name, "5")).keys() - {"reward"} <= set(evaluation.EVALUATED["text"].split())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
