@@ -43,7 +43,7 @@ class Config:
     name."""
     init: str = ""
     """Start weights: a run folder (its best checkpoint, or the last), a Hugging Face folder or hub name (owner/name, or
-    owner/name@commit to pin it), or a .gguf file. Empty: a tiny Qwen3 built from scratch, with a tokenizer made from the data."""
+    owner/name@commit to pin it), or a .gguf file. Empty: a tiny model (arch) built from scratch, with a tokenizer made from the data."""
     resume: bool = False
     """Continue the run in run_dir from its last checkpoint."""
     seed: int = 0

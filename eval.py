@@ -245,7 +245,7 @@ def evaluate(policy: Policy, examples: list, prompts: list[list[int]], cfg: Conf
     the same number of rollouts: each gathers the weights."""
     form, people = answer_of(cfg), people_per_request(examples)
     columns = EVALUATED[form].split()
-    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    rank, world = lm.place()
     mine, rows = list(range(rank, len(examples), world)), {}
     chunks = [mine[i : i + CHUNK] for i in range(0, -(-len(examples) // world), CHUNK)]
     for at in tqdm(chunks, "evaluate", disable=not progress, leave=False):
@@ -263,10 +263,7 @@ def evaluate(policy: Policy, examples: list, prompts: list[list[int]], cfg: Conf
                 metrics = metrics_of(examples[i], *scored.answers[j], cfg)
             rows[i] = {"id": examples[i].id, "gold": sought(examples[i]), "text": scored.texts[j], "ranking": ranking,
                        "metrics": {**metrics, **{k: scored.parts[k][j] for k in columns if k in scored.parts}}}  # fmt: skip
-    if world > 1:
-        parts = [None] * world
-        dist.all_gather_object(parts, rows)
-        rows = {i: row for part in parts for i, row in part.items()}
+    rows = {i: row for part in lm.gather(rows) for i, row in part.items()}
     return [rows[i] for i in range(len(examples))]
 
 
@@ -455,7 +452,7 @@ def forgotten(cfg: Config, device: torch.device) -> dict[str, dict]:
     for name, a, b in (("nll_base", base, nought), ("nll", now, nought), ("delta_nll", now, base)):
         d = paired_bootstrap(a, b, clusters=ids)
         out[name] = {"value": d["mean_difference"], "lo": d["lo"], "hi": d["hi"]}
-    if dist.is_initialized() and dist.get_rank():
+    if lm.place()[0]:
         return out
     path = os.path.join(cfg.run_dir, f"rare_{cfg.data}_{cfg.split}.json")
     with writing(path):

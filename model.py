@@ -863,6 +863,20 @@ def environment() -> tuple[int, int, int]:
     return rank, world, local
 
 
+def place() -> tuple[int, int]:
+    """(rank, ranks) of the process group; (0, 1) without one."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def gather(x) -> list:
+    """x of every rank, any object that can be pickled, in the order of the ranks."""
+    if not dist.is_initialized():
+        return [x]
+    out = [None] * dist.get_world_size()
+    dist.all_gather_object(out, x)
+    return out
+
+
 def launch(wait=1800.0) -> tuple[int, int, torch.device]:
     """(rank, ranks, device); joins the process group under torchrun. wait: seconds a rank waits for the others."""
     rank, world, local = environment()

@@ -112,7 +112,7 @@ def counted(
 ) -> list[dict]:
     """Counts of samples_of(cfg) samples of every problem, in their order. Problems are shared over ranks, which all make the
     same number of rollouts. known: counts that are there already; keep: called with the new ones of each round on rank 0."""
-    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    rank, world = lm.place()
     found = {p["id"]: p for p in known}
     left = [i for i, e in enumerate(examples) if e.id not in found]
     some = world * max(1, ROWS // samples_of(cfg))
@@ -126,10 +126,7 @@ def counted(
         else:
             with lm.gathered(policy.model):  # other ranks sample, and gathering the weights is collective
                 pass
-        if world > 1:
-            parts = [None] * world
-            dist.all_gather_object(parts, new)
-            new = [p for part in parts for p in part]
+        new = [p for part in lm.gather(new) for p in part]
         if keep is not None and rank == 0:
             keep(new)
         found |= {p["id"]: p for p in new}
@@ -231,7 +228,7 @@ def measured(policy, examples: list, prompts: list[list[int]], cfg: Config, prog
     """Counts of every problem, each kept in the file of the run as soon as it is there. The same command again goes on where
     it stopped; a file of other settings is refused, never mixed or overwritten."""
     path, known = file_of(cfg, cfg.run_dir), []
-    main = not dist.is_initialized() or dist.get_rank() == 0
+    main = lm.place()[0] == 0
 
     def keep(rows: list[dict]) -> None:
         with writing(path, "make room; the same command goes on from there"):
@@ -302,15 +299,12 @@ def rarest(problems: list[dict], share=SHARE) -> list[tuple[str, float, list[int
 
 def nll_of(policy, answers: list[tuple], prompts: dict[str, list[int]], cfg: Config) -> list[float]:
     """NLL of kept answers, in their order, under a policy. prompts: ids by problem, --prefix included. Shared over ranks."""
-    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    rank, world = lm.place()
     mine = answers[rank::world]
     values = []
     if mine:
         device = next(policy.model.parameters()).device
         roll = demonstrations([prompts[id] for id, _, _ in mine], [[tokens] for _, _, tokens in mine], device)
         values = nll(policy, roll, list(range(len(mine))), cfg)
-    parts = [values]
-    if world > 1:
-        parts = [None] * world
-        dist.all_gather_object(parts, values)
+    parts = lm.gather(values)
     return [parts[i % world][i // world] for i in range(len(answers))]

@@ -30,7 +30,7 @@ from config import parse, read_yaml
 from eval import compare, read_rows
 from losses import METHODS
 from run import write
-from simulate import plots
+from simulate import plots, table
 
 RUNS, RESULTS = "runs", "results"
 CHILDREN: list[subprocess.Popen] = []
@@ -255,14 +255,15 @@ def comparison(columns: list[str], pairs: list[tuple[str, str]]) -> Callable[[En
         n = len(entry.seeds)
         lines = [f"# {entry.what}", "", f"{entry.config}, test split, seeds {entry.seeds}, greedy decoding. "
                  + ("Mean +- standard deviation over seeds." if n > 1 else ""), ""]  # fmt: skip
-        lines += ["| arm | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        rows = []
         for arm, x in scores.items():
             cells = [
                 "-" if np.isnan(m) else f"{m:.3f}" + (f" +- {d:.3f}" if n > 1 else "")  # a baseline has no invalid
                 for m, d in zip(x.mean(0), x.std(0, ddof=1) if n > 1 else x[0])
             ]
-            lines.append(f"| {arm} | " + " | ".join(cells) + " |")
-        lines += ["", "| difference | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+            rows.append([arm, *cells])
+        lines += table(["arm", *columns], rows)
+        rows = []
         for a, b in pairs:
             cells = []
             for j, c in enumerate(columns):
@@ -279,8 +280,8 @@ def comparison(columns: list[str], pairs: list[tuple[str, str]]) -> Callable[[En
                         [c],
                     )[c]
                 cells.append(f"{d['difference']:+.3f} [{d['difference_lo']:+.3f}, {d['difference_hi']:+.3f}]")
-            lines.append(f"| {a} - {b} | " + " | ".join(cells) + " |")
-        text = "\n".join(lines) + "\n"
+            rows.append([f"{a} - {b}", *cells])
+        text = "\n".join(lines + table(["difference", *columns], rows))
         write(os.path.join(RESULTS, f"{name}.md"), text)
         print("\n" + text)
         curves(entry, name)
@@ -404,7 +405,7 @@ def maze_report(entry: Entry, name: str) -> None:
              "paper's numbers: a larger maze and model, 20,000 steps (Table 4; its seeds and intervals are not published). exact: "
              "the target move by move.", ""]  # fmt: skip
     columns = [*(f"pass@{k}" for k in KS), "exact@1"]
-    lines += ["| arm | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    rows = []
     for arm in entry.arms:
         got, paper = results(arm), TABLE4.get(MAZE_ARMS.get(arm.name), ())
         cells = []
@@ -412,8 +413,8 @@ def maze_report(entry: Entry, name: str) -> None:
             column = c if all(c in r for r in got) else f"pass@{c.split('@')[1]}"  # nothing right was ever inexact
             mean, low, high = (100 * x for x in interval(got, column))
             cells.append(f"{mean:.1f} [{low:.1f}, {high:.1f}]" + (f" ({paper[i]})" if i < len(paper) else ""))
-        lines.append(f"| {arm.name} | " + " | ".join(cells) + " |")
-    text = "\n".join(lines) + "\n"
+        rows.append([arm.name, *cells])
+    text = "\n".join(lines + table(["arm", *columns], rows))
     write(os.path.join(RESULTS, f"{name}.md"), text)
     print("\n" + text)
     maze_curves(entry, name)

@@ -318,6 +318,7 @@ class Results:
 
 
 def table(head: list[str], rows: list[list]) -> list[str]:
+    """Lines of a markdown table, a blank one behind it."""
     return ["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *("| " + " | ".join(map(str, r)) + " |" for r in rows), ""]  # fmt: skip
 
 

@@ -59,7 +59,7 @@ from losses import (
     truncated_weight,
     value_loss,
 )  # fmt: skip
-from model import environment, launch
+from model import environment, gather, launch, place
 from rollout import Rollout, demonstrations, join, take
 from run import Run, continued, fingerprint
 
@@ -183,7 +183,7 @@ def sampled(task: Task, policy: Policy, batch: list[int], step: int, cfg: Config
     """Rollouts of the policy. With refill (dynamic sampling), prompts whose samples all earn the same give way to others,
     at most refill times; what is left then stays, without a signal (F54). A replacement takes over the place in the batch
     (and so the rank) of the prompt that it replaces: which prompt goes where is a function of the whole batch."""
-    rank, world = place()
+    rank, world = place()  # group g of a rank is prompt g * world + rank of the batch
     roll, scored = sample(task, policy, batch, [(cfg.seed, step, i) for i in batch], cfg, method)
     for attempt in range(1, cfg.refill + 1):
         rows = lively(scored, roll)
@@ -251,11 +251,6 @@ SOURCES = {"sample": sampled, "demo": demonstrated, "pairs": contrasted}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parts of a step
-
-
-def place() -> tuple[int, int]:
-    """(rank, ranks). Group g of a rank is prompt g * ranks + rank of the batch."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def all_sum(x: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
@@ -379,7 +374,7 @@ def update(
     -> metrics of the last pass (entropy and sampler_gap: of the first). An update without a gradient or with one that is not
     finite (bad) is skipped, and one whose KL to the reference is beyond kl_fuse.
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    _, world = place()
     unit_ids, units, length = got.unit_ids, count_units(method, cfg), cfg.max_new_tokens
     kl_ids = unit_ids if cfg.kl_mask == "loss" else roll.mask.long()
 
@@ -609,10 +604,7 @@ def first_samples(ids: list[str], roll: Rollout, scored: rewards.Scored, cfg: Co
           **{k: v[b] for k, v in scored.parts.items()}})
         for b in range(min(len(scored.texts), cfg.log_samples))
     ]  # fmt: skip
-    if world > 1:
-        parts = [None] * world
-        dist.all_gather_object(parts, rows)
-        rows = sorted((row for part in parts for row in part), key=lambda row: row[0])
+    rows = sorted((row for part in gather(rows) for row in part), key=lambda row: row[0])
     return [row for _, row in rows[: cfg.log_samples]]
 
 
