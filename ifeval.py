@@ -13,7 +13,6 @@ prompt names is counted. langdetect draws at random; here its seed is fixed.
 """
 
 import functools
-import importlib
 import json
 import math
 import re
@@ -133,10 +132,13 @@ NEEDS = {  # kind -> package
 def optional(name: str):
     """A package that need not be there, with what it needs, or None."""
     try:
-        package = importlib.import_module(name)
         if name == "langdetect":
+            import langdetect as package
+
             package.DetectorFactory.seed = 0
         else:
+            import nltk as package
+
             package.sent_tokenize("Is the data there? It is.")
     except (ImportError, LookupError):
         return None

@@ -703,7 +703,9 @@ def score(
         return checked(row, len(said[b]), len(high))
 
     most = cfg.max_reward_errors * max(len(said), 4)  # one failure alone, as of a last example, is no share
-    processes = cfg.reward_workers or (verify.WORKERS if any(e.check in verify.SLOW for e in examples) else 0)
+    processes = cfg.reward_workers or (
+        verify.WORKERS if form == "text" and any(e.check in verify.SLOW for e in examples) else 0
+    )
     found = workers.run(one, [(b,) for b in range(len(said))], processes, cfg.reward_timeout, most)
     errors = [(row, example) for row, example in zip(found, asked) if isinstance(row, workers.Failure)]
     if len(errors) > most:

@@ -1,6 +1,7 @@
 """The repository root on sys.path, one thread, and a tiny model: what several test files need."""
 
 import os
+import signal
 import sys
 
 import pytest
@@ -8,6 +9,15 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before():
+    """A run that ends in the middle (SystemExit) leaves its handlers; a process would be gone by then."""
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for s, handler in before.items():
+        signal.signal(s, handler)
 
 
 @pytest.fixture

@@ -85,7 +85,7 @@ def asked(kind, text: str, quoted: bool):
 
 def values_in(lines: list[str]) -> dict[str, str]:
     """key -> text of the lines of a published file."""
-    return dict(line.split(" #")[0].split(": ", 1) for line in lines if line and line[0] != "#")
+    return dict(line.split(" #")[0].rstrip().split(": ", 1) for line in lines if line and line[0] != "#")
 
 
 def mutated_settings(rng: random.Random, lines: list[str]) -> tuple[str, bytes, object]:
