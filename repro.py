@@ -503,7 +503,8 @@ ENTRIES = {
     "maze": Entry(
         "SFT, GRPO and focal GRPO on small mazes, N samples of a prompt and gamma of the focal weight", "configs/maze_small.yaml",
         [Arm("sft", ["--method", "sft"]),
-         *(Arm(a, ["--method", "grpo", "--group_size", str(n), "--focal_gamma", str(gamma), *PASS], "sft")
+         *(Arm(a, ["--method", "grpo", "--group_size", str(n), "--focal_gamma", str(gamma), "--lr", "1e-4", *PASS],
+               "sft")
            for a, (n, gamma) in MAZE_ARMS.items())],
         maze_report, seeds=[0, 1, 2], score="--k 1 128 256 --samples 1024".split()),
     "movielens": Entry(
