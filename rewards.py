@@ -714,9 +714,9 @@ def score(
              f"{cfg.max_reward_errors:g}); the first: {first.what} (example {example.id}{first.where and ', '}{first.where})")  # fmt: skip
 
     unit_ids, rewards, rows = torch.zeros_like(roll.tokens), [], []
-    own = (
-        f"{COLUMNS_OF[form]} {COLUMNS} reward_errors".split()
-    )  # the same in every call and on every rank, whatever failed there
+    # the same in every call and on every rank, whatever failed there
+    own = f"{COLUMNS_OF[form]} {COLUMNS} reward_errors".split()
+    own += [c for check in {e.check for e in examples if form == "text"} for c in verify.MORE.get(check, [])]
     columns = list(dict.fromkeys([*own, *(c for row in found if isinstance(row, Row) for c in row.parts)]))
     for b, row in enumerate(found):
         failed = isinstance(row, workers.Failure)

@@ -169,3 +169,4 @@ VERIFIERS: dict[str, Callable[[str, object], dict[str, float]]] = {
     "walk": maze.check_walk,
     "target": maze.check_target,
 }
+MORE = {"ifeval": ["loose", "followed"], "walk": ["walk"], "target": ["walk"]}  # columns beyond COLUMNS_OF["text"]

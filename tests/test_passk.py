@@ -98,6 +98,16 @@ def test_a_share_is_a_reward_but_not_correct_and_a_stricter_test_is_logged(monke
     assert got.parts["reward"] == [0.5, 1.0] and got.parts["correct"] == [0, 1] and got.parts["exact"] == [0, 0]
 
 
+def test_columns_do_not_depend_on_what_failed(monkeypatch):
+    """Or ranks would add up columns of different names, where all answers of one of them failed."""
+    monkeypatch.setitem(verify.MORE, "last", ["walk"])
+    monkeypatch.setitem(verify.VERIFIERS, "last", lambda text, answer: {"reward": 1.0, "walk": 1.0})
+    healthy = scored(["7"] * 4)
+    monkeypatch.setitem(verify.VERIFIERS, "last", lambda text, answer: 1 / 0)
+    failed = scored(["7"] * 4, max_reward_errors=1)
+    assert list(failed.parts) == list(healthy.parts) and healthy.parts["walk"] == [1.0] * 4
+
+
 def test_a_verifier_that_fails_costs_its_own_answer(monkeypatch):
     def picky(text, answer):
         return {"reward": {"7": 1.0, "8": 0.0}[text]}
