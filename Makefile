@@ -14,7 +14,7 @@ help: ## list the targets
 
 setup: $(VENV)/base.ok ## make .venv and install the pinned requirements
 
-demo: $(VENV)/base.ok $(VENV)/plots.ok ## SFT, GRPO and F-GRPO on the built-in world: table and figures, about 6 minutes
+demo: $(VENV)/base.ok $(VENV)/plots.ok ## SFT, GRPO and F-GRPO on the built-in world: table and figures, about 4 minutes
 	$(PY) repro.py run demo
 
 test: $(VENV)/base.ok $(VENV)/test.ok lint ## lint and tests
