@@ -12,6 +12,7 @@ import html
 import itertools
 import os
 import re
+import signal
 import sys
 from array import array
 from collections import Counter
@@ -930,4 +931,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
     main(sys.argv[1:])
