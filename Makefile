@@ -31,7 +31,7 @@ format: $(VENV)/test.ok ## let ruff rewrite the files
 parity: .venv-parity/ok ## value and gradient of our losses beside those of TRL, in an environment of its own (optional)
 	.venv-parity/bin/python tests/parity.py
 
-bench: $(VENV)/base.ok ## seconds and memory of a step's parts, beside a floor, for seven cases (about 5 minutes)
+bench: $(VENV)/base.ok ## seconds and memory of a step's parts, beside a floor, for seven cases (about 3 minutes)
 	$(PY) bench.py
 
 bench-trl: .venv-parity/ok ## the same cases beside TRL's GRPOTrainer, paired in one run (about 25 minutes)
