@@ -17,7 +17,7 @@ setup: $(VENV)/base.ok ## make .venv and install the pinned requirements
 demo: $(VENV)/base.ok $(VENV)/plots.ok ## SFT, GRPO and F-GRPO on the built-in world: table and figures, about 4 minutes
 	$(PY) repro.py run demo
 
-test: $(VENV)/base.ok $(VENV)/test.ok lint ## lint and tests
+test: $(VENV)/base.ok $(VENV)/test.ok $(VENV)/plots.ok lint ## lint and tests, those of figures too
 	$(PY) -m pytest
 
 lint: $(VENV)/test.ok ## ruff: format and lint
